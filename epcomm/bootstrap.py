@@ -1,0 +1,313 @@
+"""How ranks find each other, and the side channel they keep: a Unix socket per rank to rank 0, the hub.
+
+A *rendezvous* (a torch store, a process group, or what `epcomm.launch` told the rank) only has to spread one name. All
+that follows, descriptors of shared memory included, travels through the hub, so a communicator outlives the group or
+store that introduced its ranks.
+"""
+
+from __future__ import annotations
+
+import array
+import builtins
+import contextvars
+import itertools
+import os
+import select
+import socket
+import struct
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Protocol
+
+from epcomm.errors import ConfigError, PeerLostError, TimeoutError, UnsupportedError
+
+_POLL_MS = 20
+_HEADER = struct.Struct("<qiiq")  # payload bytes, descriptors, rank that was lost (-1: none), generation
+Message = tuple[bytes, list[int]]
+
+
+class Rendezvous(Protocol):
+    """What a bootstrap needs from outside: who I am, and one all-gather of a short text."""
+
+    rank: int
+    size: int
+
+    def allgather(self, text: str, timeout: float) -> list[str]: ...
+
+
+@dataclass
+class StoreRendezvous:
+    """Ranks that share a `torch.distributed` store."""
+
+    store: Any
+    rank: int
+    size: int
+
+    def allgather(self, text: str, timeout: float) -> list[str]:
+        # counted in the store, so that a rank that opens a new client to the same store still agrees with the others
+        turn = self.store.add(f"epcomm/turn/{self.rank}", 1)
+        key = f"epcomm/{turn}"
+        self.store.set(f"{key}/{self.rank}", text)
+        names = [f"{key}/{rank}" for rank in range(self.size)]
+        try:
+            self.store.wait(names, timedelta(seconds=timeout))
+        except RuntimeError as error:  # torch raises DistStoreError, a RuntimeError, at its deadline
+            missing = [rank for rank, name in enumerate(names) if not self.store.check([name])]
+            raise TimeoutError(
+                f"rank {self.rank}: init waited {timeout:g} s for rank(s) {missing} of {self.size} to come to the store"
+            ) from error
+        return [self.store.get(name).decode() for name in names]
+
+
+@dataclass
+class GroupRendezvous:
+    """The ranks of a `torch.distributed` process group."""
+
+    group: Any
+    rank: int = field(init=False)
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        import torch.distributed as dist
+
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        if self.rank < 0:
+            raise ConfigError("init: argument `group`: this process is not a member of the group")
+
+    def allgather(self, text: str, timeout: float) -> list[str]:
+        import torch.distributed as dist
+
+        texts: list[Any] = [None] * self.size
+        dist.all_gather_object(texts, text, group=self.group)
+        return texts
+
+
+@dataclass
+class LaunchedRank:
+    """What `epcomm.launch` tells a rank: its place, and the name under which each of its communicators meets."""
+
+    rank: int
+    size: int
+    name: str
+    turns: Any = field(default_factory=itertools.count)
+    runtimes: list[Any] = field(default_factory=list)  # weak references: failed if the rank ends with an exception
+
+    def next_hub_name(self) -> str:
+        return f"{self.name}-{next(self.turns)}"
+
+
+#: Set by `epcomm.launch`, in a process's main thread or per thread rank.
+launched_rank: contextvars.ContextVar[LaunchedRank | None] = contextvars.ContextVar("epcomm_rank", default=None)
+
+
+def find_rendezvous(group: Any, store: Any, rank: int | None, world_size: int | None) -> Rendezvous | LaunchedRank:
+    """The first that applies: a group, a store, `epcomm.launch`, the default group, torchrun's environment, alone."""
+    if group is not None and store is not None:
+        raise ConfigError("init: arguments `group` and `store` exclude each other")
+    if group is not None:
+        return GroupRendezvous(group)
+    if store is not None:
+        if rank is None or world_size is None:
+            raise ConfigError("init: argument `store` needs `rank` and `world_size` as well")
+        if not 0 <= rank < world_size:
+            raise ConfigError(f"init: argument `rank`: wanted 0 <= rank < world_size={world_size}, got {rank}")
+        return StoreRendezvous(store, rank, world_size)
+    if rank is not None or world_size is not None:
+        raise ConfigError("init: arguments `rank` and `world_size` need `store` as well")
+    launched = launched_rank.get()
+    if launched is not None:
+        return launched
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return GroupRendezvous(None)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ:
+        env_store, env_rank, env_size = next(dist.rendezvous("env://"))
+        return StoreRendezvous(env_store, env_rank, env_size)
+    return LaunchedRank(0, 1, f"epcomm-{uuid.uuid4().hex}")
+
+
+def host_identity() -> str:
+    """Equal for two processes that can share memory and a Unix socket: host name, boot, network namespace."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    return f"{socket.gethostname()}/{boot[:8]}/{os.readlink('/proc/self/ns/net')}"
+
+
+def connect(rendezvous: Rendezvous | LaunchedRank, timeout: float) -> Hub:
+    """Meets the other ranks and returns the hub connection. Raises `UnsupportedError` if they are on several hosts."""
+    rank, size = rendezvous.rank, rendezvous.size
+    deadline = time.monotonic() + timeout
+    listener = None
+    if isinstance(rendezvous, LaunchedRank):
+        name = rendezvous.next_hub_name()
+        if rank == 0:
+            listener = _listen(name, size)
+    else:
+        name = f"epcomm-{uuid.uuid4().hex}"
+        if rank == 0:  # listen first: whoever learns the name can connect
+            listener = _listen(name, size)
+        texts = rendezvous.allgather(f"{host_identity()} {name}", timeout)
+        hosts, names = zip(*(text.rsplit(" ", 1) for text in texts), strict=True)
+        if len(set(hosts)) > 1:
+            raise UnsupportedError(
+                f"rank {rank}: init: the CPU target has no network, and the ranks are on several hosts: "
+                + ", ".join(f"rank {r} on {host}" for r, host in enumerate(hosts))
+                + "; make one communicator per host (a group or store of the ranks that share it)"
+            )
+        name = names[0]
+    if listener is None:
+        return Hub(rank, size, [_dial(name, rank, deadline)])
+    with listener:
+        return Hub(rank, size, _accept(listener, size, deadline))
+
+
+def _listen(name: str, size: int) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind("\0" + name)  # abstract: no file, and gone with its owner
+    listener.listen(size)
+    return listener
+
+
+def _dial(name: str, rank: int, deadline: float) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    while True:
+        try:
+            connection.connect("\0" + name)
+            connection.sendall(struct.pack("<q", rank))
+            return connection
+        except ConnectionRefusedError:  # rank 0 isn't listening yet
+            if time.monotonic() > deadline:
+                connection.close()
+                raise TimeoutError(f"rank {rank}: init: rank 0 did not come in time") from None
+            time.sleep(0.002)
+
+
+def _accept(listener: socket.socket, size: int, deadline: float) -> list[socket.socket]:
+    connections: dict[int, socket.socket] = {}
+    while len(connections) < size - 1:
+        listener.settimeout(max(0.0, deadline - time.monotonic()) or 0.001)
+        try:
+            connection, _ = listener.accept()
+        except builtins.TimeoutError:
+            missing = [rank for rank in range(1, size) if rank not in connections]
+            raise TimeoutError(f"rank 0: init: rank(s) {missing} of {size} did not come in time") from None
+        connection.settimeout(None)
+        _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if uid != os.getuid():
+            connection.close()
+            continue
+        connections[struct.unpack("<q", connection.recv(8, socket.MSG_WAITALL))[0]] = connection
+    return [connections[rank] for rank in range(1, size)]
+
+
+class Hub:
+    """All-gather of bytes and file descriptors between the ranks of one machine, through rank 0."""
+
+    def __init__(self, rank: int, size: int, connections: list[socket.socket]):
+        self.rank, self.size = rank, size
+        self._connections = connections  # on rank 0: ranks 1, 2, ...; elsewhere: rank 0
+        self.generation = 1  # messages of an exchange that a failure cut short are told by their older generation
+        self._early: dict[int, tuple[int, Message]] = {}  # from ranks that have reset already
+
+    def allgather(
+        self, payload: bytes, descriptors: Sequence[int] = (), *, timeout: float, check: Callable[[], None]
+    ) -> list[Message]:
+        """Everyone's payload and (duplicated) descriptors, by rank. `check` is called while waiting and may raise.
+
+        Raises `PeerLostError` if a rank's end is closed, `TimeoutError` at the deadline.
+        """
+        deadline = time.monotonic() + timeout
+        own = (payload, [os.dup(fd) for fd in descriptors])
+        if self.rank != 0:
+            self._send(0, payload, descriptors)
+            messages = [self._receive(0, deadline, check) for _ in range(self.size)]
+            for fd in own[1]:
+                os.close(fd)
+            return messages
+        messages = [own]
+        try:
+            messages += [self._receive(rank, deadline, check) for rank in range(1, self.size)]
+        except PeerLostError as error:
+            for rank in range(1, self.size):
+                self._try_send_lost(rank, error.rank)
+            raise
+        for rank in range(1, self.size):
+            for message, fds in messages:
+                self._send(rank, message, fds)
+        return messages
+
+    def barrier(self, *, timeout: float, check: Callable[[], None]) -> None:
+        """Returns once every rank has come."""
+        self.allgather(b"", timeout=timeout, check=check)
+
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.close()
+        self._connections = []
+
+    def _socket(self, rank: int) -> socket.socket:
+        return self._connections[rank - 1 if self.rank == 0 else 0]
+
+    def _lost(self, rank: int) -> PeerLostError:
+        return PeerLostError(f"rank {self.rank}: rank {rank} closed its connection: its process ended or closed", rank)
+
+    def _send(self, rank: int, payload: bytes, descriptors: Sequence[int]) -> None:
+        try:
+            header = _HEADER.pack(len(payload), len(descriptors), -1, self.generation)
+            socket.send_fds(self._socket(rank), [header], list(descriptors))
+            self._socket(rank).sendall(payload)
+        except OSError:
+            raise self._lost(rank) from None
+
+    def _try_send_lost(self, rank: int, lost: int) -> None:
+        try:
+            self._socket(rank).sendall(_HEADER.pack(0, 0, lost, self.generation))
+        except OSError:
+            return  # that rank is lost as well
+
+    def _receive(self, rank: int, deadline: float, check: Callable[[], None]) -> Message:
+        poller = select.poll()
+        poller.register(self._socket(rank), select.POLLIN)
+        while True:
+            if rank in self._early and self._early[rank][0] == self.generation:
+                return self._early.pop(rank)[1]
+            if rank not in self._early and poller.poll(_POLL_MS):
+                generation, message = self._read(rank)
+                if generation == self.generation:
+                    return message
+                if generation > self.generation:
+                    self._early[rank] = generation, message
+                else:
+                    for descriptor in message[1]:
+                        os.close(descriptor)
+                continue
+            check()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {self.rank}: rank {rank} did not come to the exchange in time")
+            if rank in self._early:
+                time.sleep(_POLL_MS / 1000)
+
+    def _read(self, rank: int) -> tuple[int, Message]:
+        """One message and its generation."""
+        connection = self._socket(rank)
+        try:
+            header, ancillary, _, _ = connection.recvmsg(_HEADER.size, socket.CMSG_SPACE(4 * 253), socket.MSG_WAITALL)
+            if len(header) < _HEADER.size:
+                raise self._lost(rank)
+            length, num_descriptors, lost, generation = _HEADER.unpack(header)
+            if lost >= 0:
+                raise self._lost(lost)
+            payload = connection.recv(length, socket.MSG_WAITALL) if length else b""
+        except OSError:
+            raise self._lost(rank) from None
+        descriptors = array.array("i")
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                descriptors.frombytes(data[: len(data) - len(data) % 4])
+        if len(descriptors) != num_descriptors or len(payload) < length:
+            raise self._lost(rank)
+        return generation, (payload, descriptors.tolist())

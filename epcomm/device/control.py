@@ -1,0 +1,54 @@
+"""Layout of a rank's private context block and of its shared control region: what every kernel and the host agree on.
+
+Both are arrays of 64-bit words. The *context block* is private memory; a kernel gets its address as ``ctx``. The
+*control region* opens the control segment, which every rank of the communicator maps.
+"""
+
+from __future__ import annotations
+
+# ---- statuses that a kernel returns
+OK = 0
+TIMEOUT = 1  # the deadline passed; the context says which rank, site and value
+ABORTED = 2  # this rank's abort word was raised: by a peer's error, a lost peer or abort()
+MISMATCH = 3  # the awaited peer is in another operation
+CAPACITY = 4  # agreed on by all ranks from exchanged counts; the communicator stays usable
+BAD_VALUE = 5  # an index in the caller's data is out of range
+INTERRUPTED = 6  # SIGINT while waiting
+CLOSED = 7  # the communicator was closed, or the process was forked
+
+# ---- context block (words)
+RANK, SIZE = 0, 1
+GENERATION = 2  # starts at 1, one more after each reset()
+SEQUENCE = 3  # operations begun, generation in the top bits; 0 in a context that is outside the sequence
+FINGERPRINT = 4  # of the operation in progress
+TIMEOUT_NS = 5  # how long an operation may wait
+DEADLINE_NS = 6  # monotonic clock; set by the first slow wait of an operation
+SPINS = 7  # polls with a pause before the core is yielded
+POOL = 8  # address of the rank's pool of program threads, 0 when it runs one program
+IS_CLOSED = 9
+# what the last failed wait was waiting for
+FAILED_PEER, FAILED_SITE, FAILED_WANTED, FAILED_FOUND = 10, 11, 12, 13
+PEERS = 16  # base addresses of all ranks' control segments follow
+CONTEXT_WORDS = PEERS
+
+# ---- control region (byte offsets). One word per 128 bytes: adjacent lines are fetched together.
+LINE = 128
+ABORT_WORD = 0  # generation << 32 | reason << 16 | rank that caused it
+MESSAGE = 512  # length (64 bits), then UTF-8: what this rank's own failure says
+MESSAGE_BYTES = 4096 - MESSAGE
+TEXTS = 4096  # ring of (fingerprint, length, UTF-8): the readable text of this rank's recent operations
+TEXT_BYTES = 512
+NUM_TEXTS = 1024
+HEADERS = TEXTS + TEXT_BYTES * NUM_TEXTS  # per peer, written by it: what it is calling
+HEADER_RING = 8  # entries of (sequence, fingerprint) per peer; ranks run ahead by at most two operations
+HEADER_BYTES = 16 * HEADER_RING
+
+GENERATION_SHIFT = 32  # sequence numbers and epochs are generation << 32 | count, so that a reset outdates all words
+
+# ---- reasons in the abort word
+PEER_FAILED, PEER_LOST, PEER_MISMATCH, LOCAL_ABORT = 1, 2, 3, 4
+
+
+def control_region_bytes(size: int) -> int:
+    """Bytes of the control region of a communicator of `size` ranks."""
+    return HEADERS + HEADER_BYTES * size

@@ -1,0 +1,144 @@
+"""Compiles kernels to machine code once per machine and source tree, and keeps the result on disk.
+
+Numba's own cache looks only at the file that holds a function, so editing a primitive would leave stale kernels
+behind. Here the cache directory is named by a hash of every source a kernel can be made from, the versions of the
+compiler, and the CPU. A lock file per kernel lets one process compile while the others wait for its result.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import llvmlite.binding as llvm
+import numba
+import numpy
+from numba import types
+from numba.core.caching import CompileResultCacheImpl, FunctionCache
+
+_PACKAGE = Path(__file__).resolve().parents[2]
+_SOURCES = ("device", "kernels")
+
+#: ``int64 kernel(int64 ctx, int64 args, int64 program, int64 num_programs)``
+KERNEL_SIGNATURE = types.int64(types.int64, types.int64, types.int64, types.int64)
+
+#: Decorates a function that kernels call; it is compiled into each of them.
+device = numba.njit(nogil=True, error_model="numpy")
+
+
+@functools.cache
+def cache_directory() -> Path:
+    """Where compiled kernels are kept: ``$XDG_CACHE_HOME/epcomm/<hash>``, else under the home or temporary directory."""
+    digest = hashlib.sha256()
+    for folder in _SOURCES:
+        for path in sorted((_PACKAGE / folder).rglob("*.py")):
+            digest.update(str(path.relative_to(_PACKAGE)).encode())
+            digest.update(path.read_bytes())
+    cpu = llvm.get_host_cpu_name() + llvm.get_host_cpu_features().flatten()
+    digest.update(repr((numba.__version__, llvmlite.__version__, numpy.__version__, cpu)).encode())
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    for base in (root, Path(tempfile.gettempdir()) / f"epcomm-cache-{os.getuid()}"):
+        path = base / "epcomm" / digest.hexdigest()[:20]
+        try:
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            return path
+        except OSError:
+            continue
+    raise OSError(f"no writable directory for compiled kernels under {root} or {tempfile.gettempdir()}")
+
+
+class _Locator:
+    """Places a function's cache files by its epcomm name; the directory already stands for the sources."""
+
+    def __init__(self, name: str):
+        self._name = name
+        self._py_file = name  # Numba names it in warnings
+
+    def ensure_cache_path(self) -> None:
+        pass
+
+    def get_cache_path(self) -> str:
+        return str(cache_directory())
+
+    def get_source_stamp(self) -> str:
+        return "epcomm"
+
+    def get_disambiguator(self) -> str:
+        return self._name
+
+
+class _Cache(FunctionCache):
+    """A `FunctionCache` keyed by name and signature. Functions made by a factory get one name per set of arguments."""
+
+    def __init__(self, function: Callable[..., Any], name: str):
+        class Implementation(CompileResultCacheImpl):
+            def __init__(self, py_func: Callable[..., Any]):
+                self._lineno = py_func.__code__.co_firstlineno
+                self._locator = _Locator(name)
+                self._filename_base = self.get_filename_base("kernel", "")
+
+        self._impl_class = Implementation
+        self._epcomm_name = name
+        super().__init__(function)
+
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        return (sig, codegen.magic_tuple(), self._epcomm_name)
+
+
+def _compile_once(name: str, compile_function: Callable[[], Any]) -> Any:
+    """Runs `compile_function` while holding the lock of `name`: the first process compiles, the others load."""
+    with open(cache_directory() / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return compile_function()
+
+
+class Kernel:
+    """A function compiled to a C function pointer when its `address` is first asked for."""
+
+    def __init__(self, function: Callable[..., Any], name: str, signature: Any):
+        self.function, self.name, self.signature = function, name, signature
+
+    @functools.cached_property
+    def _compiled(self) -> Any:
+        # cfunc() compiles where it is called, so the object is built by hand in order to set its cache first.
+        from numba.core.ccallback import CFunc
+
+        compiled = CFunc(
+            self.function, (self.signature.args, self.signature.return_type), {}, {"error_model": "numpy"}
+        )
+        compiled._cache = _Cache(self.function, self.name)
+        _compile_once(self.name, compiled.compile)
+        return compiled
+
+    @property
+    def address(self) -> int:
+        return self._compiled.address
+
+
+def kernel(name: str, signature: Any = KERNEL_SIGNATURE) -> Callable[[Callable[..., Any]], Kernel]:
+    """Declares a kernel. `name` must tell apart everything a factory varies."""
+    return lambda function: Kernel(function, name, signature)
+
+
+def host_function(name: str, signature: Any) -> Callable[[Callable[..., Any]], Callable[[], Any]]:
+    """Declares a compiled function that Python calls, without the GIL; the result is a function that loads it."""
+
+    def declare(function: Callable[..., Any]) -> Callable[[], Any]:
+        @functools.cache
+        def load() -> Any:
+            dispatcher = numba.njit(nogil=True, error_model="numpy")(function)
+            dispatcher._cache = _Cache(function, name)
+            _compile_once(name, lambda: dispatcher.compile(signature))
+            dispatcher.disable_compile()
+            return dispatcher
+
+        return load
+
+    return declare

@@ -1,0 +1,176 @@
+"""From Python into a kernel: `run` begins an operation and runs its programs, on this thread and the rank's pool.
+
+The pool's threads live as long as the communicator. Each waits for a launch (polling first, then asleep on a semaphore
+of its own), runs its program of it, and counts itself done.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from epcomm.device import control
+from epcomm.device.cpu.compile import KERNEL_SIGNATURE, device, host_function
+from epcomm.device.cpu.memory import (
+    I64,
+    exchange,
+    fetch_add,
+    load_acquire,
+    pointer,
+    set_word,
+    store_release,
+    word,
+)
+from epcomm.device.cpu.waiting import aborted, pause, push_header, raise_abort, semaphore_post, semaphore_wait, yield_core
+
+# pool block (words): the launch in progress, then one record per thread
+_LAUNCH, _PROGRAM, _CTX, _ARGS, _NUM_THREADS, _DONE, _STATUS, _STOP = range(8)
+_THREADS = 16
+_THREAD_WORDS = 16  # per thread: asleep flag, then its semaphore (32 bytes)
+_POLLS_BEFORE_SLEEP = 3000
+
+#: words of an operation's parameter block that `run` fills in for each call; what they mean is the kernel's protocol
+CALL_WORDS = 6
+
+
+@intrinsic
+def call_kernel(typingctx, address, ctx, args, program, num_programs):
+    """Calls a compiled kernel by its address."""
+
+    def codegen(context, builder, signature, arguments):
+        function_type = ir.FunctionType(I64, [I64] * 4)
+        return builder.call(pointer(builder, arguments[0], function_type), arguments[1:])
+
+    return KERNEL_SIGNATURE.return_type(*[types.int64] * 5), codegen
+
+
+@device
+def _run_on_pool(pool, kernel, ctx, args):
+    """All programs of one launch; returns the first status that isn't OK."""
+    num_threads = word(pool, _NUM_THREADS)
+    set_word(pool, _PROGRAM, kernel)
+    set_word(pool, _CTX, ctx)
+    set_word(pool, _ARGS, args)
+    set_word(pool, _STATUS, control.OK)
+    set_word(pool, _DONE, 0)
+    exchange(pool + 8 * _LAUNCH, word(pool, _LAUNCH) + 1)  # RAW: the threads see the words above
+    _wake(pool)
+    status = call_kernel(kernel, ctx, args, 0, num_threads + 1)
+    polls = 0
+    while load_acquire(pool + 8 * _DONE) < num_threads:  # bounded: every wait inside of a program is
+        polls += 1
+        if polls < 100:
+            pause()
+        else:
+            yield_core()
+    return status if status != control.OK else word(pool, _STATUS)
+
+
+@device
+def _wake(pool):
+    for index in range(word(pool, _NUM_THREADS)):
+        record = pool + 8 * (_THREADS + _THREAD_WORDS * index)
+        if exchange(record, 0) == 1:
+            semaphore_post(record + 8)
+
+
+@host_function("pool_thread", types.void(types.int64, types.int64))
+def _pool_thread(pool, index):
+    record = pool + 8 * (_THREADS + _THREAD_WORDS * index)
+    launch = 0
+    while True:
+        polls = 0
+        while load_acquire(pool + 8 * _LAUNCH) == launch:
+            polls += 1
+            if polls < 100:
+                pause()
+            elif polls < _POLLS_BEFORE_SLEEP:
+                yield_core()
+            else:
+                exchange(record, 1)
+                # a launch that came before the flag was up won't post; one that took the flag down will
+                if load_acquire(pool + 8 * _LAUNCH) == launch or exchange(record, 0) == 0:
+                    semaphore_wait(record + 8)
+                polls = 0
+        launch += 1
+        if word(pool, _STOP):
+            return
+        status = call_kernel(
+            word(pool, _PROGRAM), word(pool, _CTX), word(pool, _ARGS), index + 1, word(pool, _NUM_THREADS) + 1
+        )
+        if status != control.OK:
+            store_release(pool + 8 * _STATUS, status)
+        fetch_add(pool + 8 * _DONE, 1)
+
+
+@host_function("pool_stop", types.void(types.int64))
+def _pool_stop(pool):
+    set_word(pool, _STOP, 1)
+    exchange(pool + 8 * _LAUNCH, word(pool, _LAUNCH) + 1)
+    _wake(pool)
+
+
+class Pool:
+    """Threads that run programs 1.. of every launch of one rank; the calling thread runs program 0."""
+
+    def __init__(self, num_threads: int):
+        self.words = np.zeros(_THREADS + _THREAD_WORDS * num_threads, dtype=np.int64)
+        self.address = self.words.ctypes.data
+        self.words[_NUM_THREADS] = num_threads
+        thread_loop = _pool_thread()
+        _pool_stop()
+        self._threads = [
+            threading.Thread(target=thread_loop, args=(self.address, i), name=f"epcomm-program-{i + 1}", daemon=True)
+            for i in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Ends the threads; no launch may be in progress."""
+        _pool_stop()(self.address)
+        for thread in self._threads:
+            thread.join()
+
+
+_RUN_SIGNATURE = types.int64(*[types.int64] * (4 + CALL_WORDS))
+
+
+@host_function("run", _RUN_SIGNATURE)
+def load_run(ctx, kernel, args, fingerprint, a, b, c, d, e, f):
+    """Begins an operation: ``run(ctx, kernel, args, fingerprint, *call_words) -> status``.
+
+    A fingerprint of 0 marks an operation outside of the sequence (send, recv): it has no header.
+    """
+    if word(ctx, control.IS_CLOSED):
+        return control.CLOSED
+    if aborted(ctx):
+        return control.ABORTED
+    set_word(ctx, control.DEADLINE_NS, 0)
+    if fingerprint != 0:
+        set_word(ctx, control.FINGERPRINT, fingerprint)
+        set_word(ctx, control.SEQUENCE, word(ctx, control.SEQUENCE) + 1)
+        push_header(ctx)
+    set_word(args, 0, a)
+    set_word(args, 1, b)
+    set_word(args, 2, c)
+    set_word(args, 3, d)
+    set_word(args, 4, e)
+    set_word(args, 5, f)
+    pool = word(ctx, control.POOL)
+    if pool == 0:
+        return call_kernel(kernel, ctx, args, 0, 1)
+    return _run_on_pool(pool, kernel, ctx, args)
+
+
+@host_function("raise_abort", types.void(types.int64, types.int64))
+def load_raise_abort(address, value):
+    """``raise_abort(address, value)``: raises an abort word unless an earlier cause of this generation is there."""
+    raise_abort(address, value)
+
+

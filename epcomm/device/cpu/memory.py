@@ -1,0 +1,199 @@
+"""Loads, stores, atomics and copies on raw addresses (int64), as Numba intrinsics.
+
+Everything takes addresses, so one compiled kernel serves every tensor and every peer. Vector code is written as LLVM
+vectors of 64 bytes, which LLVM splits into whatever the CPU has.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from epcomm.device.cpu.compile import device
+
+I8, I32, I64, F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
+VECTOR_BYTES = 64
+_VECTOR = ir.VectorType(I32, VECTOR_BYTES // 4)
+_UNROLL = 4
+
+
+def pointer(builder: Any, address: Any, element: Any) -> Any:
+    """The address (an i64 value) as a pointer to `element`."""
+    return builder.inttoptr(address, element.as_pointer())
+
+
+def _load_store(ir_type: Any, numba_type: Any) -> tuple[Any, Any]:
+    @intrinsic
+    def load(typingctx, address):
+        def codegen(context, builder, signature, args):
+            return builder.load(pointer(builder, args[0], ir_type), align=1)
+
+        return numba_type(types.int64), codegen
+
+    @intrinsic
+    def store(typingctx, address, value):
+        def codegen(context, builder, signature, args):
+            builder.store(args[1], pointer(builder, args[0], ir_type), align=1)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, numba_type), codegen
+
+    return load, store
+
+
+load64, store64 = _load_store(I64, types.int64)
+load32, store32 = _load_store(I32, types.int32)
+load_float, store_float = _load_store(F32, types.float32)
+
+
+@intrinsic
+def word(typingctx, block, index):
+    """Word `index` (64 bits) of the block at address `block`."""
+
+    def codegen(context, builder, signature, args):
+        return builder.load(pointer(builder, builder.add(args[0], builder.shl(args[1], I64(3))), I64))
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def set_word(typingctx, block, index, value):
+    """Sets word `index` (64 bits) of the block at address `block`."""
+
+    def codegen(context, builder, signature, args):
+        builder.store(args[2], pointer(builder, builder.add(args[0], builder.shl(args[1], I64(3))), I64))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def load_acquire(typingctx, address):
+    def codegen(context, builder, signature, args):
+        return builder.load_atomic(pointer(builder, args[0], I64), "acquire", 8)
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def store_release(typingctx, address, value):
+    def codegen(context, builder, signature, args):
+        builder.store_atomic(args[1], pointer(builder, args[0], I64), "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+def _read_modify_write(operation: str) -> Any:
+    @intrinsic
+    def atomic(typingctx, address, value):
+        def codegen(context, builder, signature, args):
+            return builder.atomic_rmw(operation, pointer(builder, args[0], I64), args[1], "seq_cst")
+
+        return types.int64(types.int64, types.int64), codegen
+
+    return atomic
+
+
+fetch_add, exchange = _read_modify_write("add"), _read_modify_write("xchg")
+
+
+@intrinsic
+def compare_exchange(typingctx, address, expected, desired):
+    """Stores `desired` if the word is `expected`; returns the word as it was."""
+
+    def codegen(context, builder, signature, args):
+        pair = builder.cmpxchg(pointer(builder, args[0], I64), args[1], args[2], "seq_cst", "seq_cst")
+        return builder.extract_value(pair, 0)
+
+    return types.int64(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def fence(typingctx):
+    """Orders all earlier stores, streaming ones included, before all later ones."""
+
+    def codegen(context, builder, signature, args):
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def copy_bytes(typingctx, destination, source, num_bytes):
+    """memcpy."""
+
+    def codegen(context, builder, signature, args):
+        cgutils.raw_memcpy(builder, pointer(builder, args[0], I8), pointer(builder, args[1], I8), args[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def zero_bytes(typingctx, destination, num_bytes):
+    """memset to zero."""
+
+    def codegen(context, builder, signature, args):
+        cgutils.memset(builder, pointer(builder, args[0], I8), args[1], 0)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+def mark_streaming(builder: Any, store: Any) -> None:
+    """Makes a vector store bypass the caches (it must be aligned to the vector)."""
+    store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(I32, 1)]))
+
+
+def _vector_copy(streaming: bool) -> Any:
+    @intrinsic
+    def copy(typingctx, destination, source, num_bytes):
+        """Copies a multiple of `_UNROLL` vectors; a streaming copy wants an aligned destination."""
+
+        def codegen(context, builder, signature, args):
+            step = VECTOR_BYTES * _UNROLL
+            with cgutils.for_range(builder, builder.udiv(args[2], I64(step))) as loop:
+                offset = builder.mul(loop.index, I64(step))
+                at = [builder.add(offset, I64(VECTOR_BYTES * u)) for u in range(_UNROLL)]
+                values = [builder.load(pointer(builder, builder.add(args[1], o), _VECTOR), align=1) for o in at]
+                for value, o in zip(values, at, strict=True):
+                    to = pointer(builder, builder.add(args[0], o), _VECTOR)
+                    store = builder.store(value, to, align=VECTOR_BYTES if streaming else 1)
+                    if streaming:
+                        mark_streaming(builder, store)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, types.int64), codegen
+
+    return copy
+
+
+_copy_vectors, _stream_vectors = _vector_copy(False), _vector_copy(True)
+
+
+@device
+def copy(destination, source, num_bytes):
+    """Copy of any size through the caches."""
+    body = num_bytes & -256
+    _copy_vectors(destination, source, body)
+    if body != num_bytes:
+        copy_bytes(destination + body, source + body, num_bytes - body)
+
+
+@device
+def copy_streaming(destination, source, num_bytes):
+    """Copy of any size past the caches. The caller fences before it signals."""
+    head = min(-destination & 63, num_bytes)
+    if head:
+        copy_bytes(destination, source, head)
+    body = (num_bytes - head) & -256
+    _stream_vectors(destination + head, source + head, body)
+    done = head + body
+    if done != num_bytes:
+        copy_bytes(destination + done, source + done, num_bytes - done)

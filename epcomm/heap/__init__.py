@@ -1,0 +1,1 @@
+"""Symmetric memory: segments that every rank maps, and arithmetic for what lies where in them."""

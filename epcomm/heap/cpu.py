@@ -1,0 +1,69 @@
+"""CPU segments: anonymous memory files that peers map from a passed descriptor. They have no name, so none can leak."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+
+import numpy as np
+
+from epcomm.heap.layout import PAGE, align_up
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; an older kernel faults pages in on first use instead
+
+
+def create_memory_file(size: int) -> int:
+    """A descriptor of `size` bytes of zeroed shared memory; pages are taken on first use."""
+    descriptor = os.memfd_create("epcomm", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, size)
+    return descriptor
+
+
+class Mapping:
+    """A shared mapping of a memory file. It is unmapped when the last array made from it is gone."""
+
+    def __init__(self, descriptor: int, size: int):
+        self.size = align_up(size, PAGE)
+        # mmap by libc: Python's keeps a duplicate of the descriptor open for as long as the mapping lives
+        address = _libc.mmap(None, self.size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
+        if address in (None, ctypes.c_void_p(-1).value):
+            code = ctypes.get_errno()
+            raise OSError(code, f"cannot map {self.size} bytes of shared memory: {os.strerror(code)}")
+        self.address: int = address
+        weakref.finalize(self, _libc.munmap, address, self.size).atexit = False
+
+    def prefault(self, offset: int, num_bytes: int) -> None:
+        """Takes the pages of a range now rather than in the first operation that touches them."""
+        start = offset // PAGE * PAGE
+        if num_bytes > 0:
+            _libc.madvise(self.address + start, align_up(offset + num_bytes - start, PAGE), _MADV_POPULATE_WRITE)
+
+    def array(self, offset: int, num_bytes: int) -> np.ndarray:
+        """The bytes of a range; the array keeps the mapping alive."""
+        if not 0 <= offset <= offset + num_bytes <= self.size:
+            raise ValueError(f"range [{offset}, {offset + num_bytes}) is outside of a segment of {self.size} bytes")
+        buffer = (ctypes.c_uint8 * num_bytes).from_address(self.address + offset)
+        buffer.mapping = self  # type: ignore[attr-defined]
+        return np.frombuffer(buffer, dtype=np.uint8)
+
+
+class SymmetricSegment:
+    """One segment of a heap: every rank's mapping of every rank's memory. ``bases`` holds the addresses, by rank."""
+
+    def __init__(self, rank: int, mappings: list[Mapping]):
+        self.own = mappings[rank]
+        self.mappings = mappings
+        self.bases = np.array([mapping.address for mapping in mappings], dtype=np.int64)
+        self.size = self.own.size
+
+    @property
+    def bases_address(self) -> int:
+        """Address of the table of base addresses, for kernels."""
+        return self.bases.ctypes.data

@@ -1,0 +1,38 @@
+"""Every place where a kernel waits for a peer: a number for the kernel, a text for the error message.
+
+RAW: the awaited data is visible. WAR: the peer has finished reading what is about to be overwritten.
+"""
+
+from __future__ import annotations
+
+BARRIER = 1
+ONE_SHOT_STAGED = 2
+TWO_SHOT_STAGED, TWO_SHOT_REDUCED = 3, 4
+EXCHANGE_SENT, EXCHANGE_TAKEN, EXCHANGE_SPLITS = 5, 6, 7
+CHANNEL_SENT, CHANNEL_TAKEN = 8, 9
+ROUTE_COUNTS = 10
+DISPATCH_GRANT, DISPATCH_ROWS, DISPATCH_READ = 11, 12, 13
+COMBINE_READ, COMBINE_READY = 14, 15
+
+_TEXTS = {
+    BARRIER: "to enter the barrier",
+    ONE_SHOT_STAGED: "to stage its input (RAW)",
+    TWO_SHOT_STAGED: "to stage a chunk of its input (RAW)",
+    TWO_SHOT_REDUCED: "to reduce its part of a chunk (RAW)",
+    EXCHANGE_SENT: "to stage a chunk for this rank (RAW)",
+    EXCHANGE_TAKEN: "to take the chunk whose slot is needed (WAR)",
+    EXCHANGE_SPLITS: "to publish its split sizes (RAW)",
+    CHANNEL_SENT: "to send (RAW)",
+    CHANNEL_TAKEN: "to receive what was sent before (WAR)",
+    ROUTE_COUNTS: "to send its token counts (RAW)",
+    DISPATCH_GRANT: "to grant a receive block (WAR)",
+    DISPATCH_ROWS: "to deliver its rows (RAW)",
+    DISPATCH_READ: "to finish reading the last combine's rows (WAR)",
+    COMBINE_READ: "to finish reading the output block (WAR)",
+    COMBINE_READY: "to finish its expert outputs (RAW)",
+}
+
+
+def describe_site(site: int) -> str:
+    """What a rank stuck at `site` was waiting for its peer to do."""
+    return _TEXTS.get(site, f"at wait {site}")

@@ -1,0 +1,343 @@
+"""A rank's connection to its peers: control segment, context block, operations, failures, reset and close.
+
+Everything above talks to kernels through `Runtime.run` and allocates symmetric memory through `Runtime.segment`. What
+can go wrong while ranks wait for each other is turned into an exception here, once, for every operation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from epcomm import monitor
+from epcomm.bootstrap import Hub
+from epcomm.device import control
+from epcomm.device.cpu.launch import CALL_WORDS, Pool, load_raise_abort, load_run
+from epcomm.errors import (
+    ClosedError,
+    EpcommError,
+    MismatchError,
+    PeerFailedError,
+    PeerLostError,
+    TimeoutError,
+)
+from epcomm.heap.cpu import Mapping, SymmetricSegment, create_memory_file
+from epcomm.kernels.protocol.sites import describe_site
+
+_SPINS_WITH_OWN_CORE, _SPINS_SHARING_CORES = 100, 20  # measured: best barrier times with and without idle cores
+
+
+@dataclass
+class Operation:
+    """A kernel bound to its parameters: what `Runtime.run` needs, resolved once.
+
+    ``text`` names the operation and everything that must agree between ranks; its hash is the fingerprint.
+    ``keep`` holds whatever owns memory that ``args`` points to.
+    """
+
+    kernel: int
+    args: np.ndarray
+    text: str
+    fingerprint: int = 0
+    keep: Any = None
+    address: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.address = self.args.ctypes.data
+
+
+def parameter_block(num_words: int) -> np.ndarray:
+    """A zeroed block of 64-bit words: first those `run` sets for each call, then the kernel's own."""
+    return np.zeros(max(num_words, CALL_WORDS), dtype=np.int64)
+
+
+class Runtime:
+    """One rank of one communicator. See DESIGN sections 5 and 6 for the contract."""
+
+    def __init__(self, hub: Hub, *, control_bytes: int, timeout: float, num_threads: int | None):
+        self.hub, self.rank, self.size, self.timeout = hub, hub.rank, hub.size, timeout
+        self.generation = 1
+        self.failure: EpcommError | None = None
+        self.closed = False
+        self.lock = threading.Lock()  # held while a thread is inside of an operation
+        self._resettable: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._num_texts = 0
+        self._pool: Pool | None = None
+        self._contexts: list[np.ndarray] = []
+        self._raise_abort = load_raise_abort()
+        self._launch = load_run()
+        self.control = self.segment(control_bytes)
+        self._own = self.control.own.array(0, control_bytes)
+        self.context = self.new_context(sequenced=True)
+        self.context_address = self.context.ctypes.data
+        local_cores = len(os.sched_getaffinity(0))
+        if num_threads is None:
+            num_threads = max(1, local_cores // self.size)
+        if num_threads > 1:
+            self._pool = Pool(num_threads - 1)
+            self.context[control.POOL] = self._pool.address
+        self.num_threads = num_threads
+        self._watch_peers()
+        _live.add(self)
+
+    # ---- memory
+
+    def segment(self, num_bytes: int, prefault: list[tuple[int, int]] | None = None) -> SymmetricSegment:
+        """Collective: a new symmetric segment; `prefault` lists ranges (offset, bytes) to be touched in advance."""
+        descriptor = create_memory_file(num_bytes)
+        try:
+            own = Mapping(descriptor, num_bytes)
+            for offset, length in prefault or []:
+                own.prefault(offset, length)
+            messages = self.hub.allgather(b"", [descriptor], timeout=self.timeout, check=self.check)
+        finally:
+            os.close(descriptor)
+        mappings = []
+        for rank, (_, (peer_descriptor,)) in enumerate(messages):
+            mapping = own if rank == self.rank else Mapping(peer_descriptor, num_bytes)
+            os.close(peer_descriptor)
+            if rank != self.rank:
+                for offset, length in prefault or []:
+                    mapping.prefault(offset, length)
+            mappings.append(mapping)
+        return SymmetricSegment(self.rank, mappings)
+
+    def new_context(self, *, sequenced: bool) -> np.ndarray:
+        """A context block; one outside of the sequence (for send and recv) may run beside the others."""
+        context = np.zeros(control.CONTEXT_WORDS + self.size, dtype=np.int64)
+        context[control.RANK], context[control.SIZE] = self.rank, self.size
+        shares_core = self.size > len(os.sched_getaffinity(0))
+        context[control.SPINS] = _SPINS_SHARING_CORES if shares_core else _SPINS_WITH_OWN_CORE
+        context[control.TIMEOUT_NS] = int(self.timeout * 1e9)
+        context[control.PEERS :] = self.control.bases
+        self._contexts.append(context)
+        self._start_generation(context, sequenced)
+        return context
+
+    def _start_generation(self, context: np.ndarray, sequenced: bool) -> None:
+        context[control.GENERATION] = self.generation
+        context[control.SEQUENCE] = (self.generation << control.GENERATION_SHIFT) if sequenced else 0
+
+    # ---- operations
+
+    def operation(self, kernel: int, args: np.ndarray, text: str, keep: Any = None) -> Operation:
+        """Binds a kernel and leaves its readable text where peers find it by the fingerprint."""
+        fingerprint = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1 | 1
+        record = control.TEXTS + control.TEXT_BYTES * (self._num_texts % control.NUM_TEXTS)
+        self._num_texts += 1
+        encoded = text.encode()[: control.TEXT_BYTES - 16]
+        view = self._own[record : record + control.TEXT_BYTES]
+        view[16 : 16 + len(encoded)] = np.frombuffer(encoded, dtype=np.uint8)
+        view[:16].view(np.int64)[:] = fingerprint, len(encoded)
+        return Operation(kernel, args, text, fingerprint, keep)
+
+    def run(self, operation: Operation, *values: int, timeout: float | None = None) -> int:
+        """Runs an operation on this thread. Returns `control.OK`, CAPACITY or BAD_VALUE; raises for everything else."""
+        if timeout is not None:
+            self.context[control.TIMEOUT_NS] = int(timeout * 1e9)
+        padding = (0,) * (CALL_WORDS - len(values))
+        status = self._launch(
+            self.context_address, operation.kernel, operation.address, operation.fingerprint, *values, *padding
+        )
+        if timeout is not None:
+            self.context[control.TIMEOUT_NS] = int(self.timeout * 1e9)
+        if status in (control.OK, control.CAPACITY, control.BAD_VALUE):
+            return status
+        raise self.error_of(status, operation.text, self.context)
+
+    def agree(self, text: str, kernel: int, args: np.ndarray) -> None:
+        """A barrier in which all ranks must pass the same text, else `MismatchError` everywhere."""
+        self.run(self.operation(kernel, args, text))
+
+    # ---- failures
+
+    def check(self) -> None:
+        """Raises what has gone wrong so far: here, at a peer, or with a peer's process."""
+        if self.failure is not None:
+            raise _again(self.failure)
+        if self.closed:
+            raise ClosedError(f"rank {self.rank}: the communicator is closed")
+        if hasattr(self, "context") and (self._abort_word() >> control.GENERATION_SHIFT) >= self.generation:
+            raise self.error_of(control.ABORTED, "check", self.context)
+
+    def fail(self, error: EpcommError, reason: int = control.PEER_FAILED) -> EpcommError:
+        """Makes the communicator failed, tells every peer why, and returns the error to raise."""
+        if self.failure is None and not self.closed:
+            self.failure = error
+            text = f"{type(error).__name__}: {error}".encode()[: control.MESSAGE_BYTES - 8]
+            message = self._own[control.MESSAGE : control.MESSAGE + control.MESSAGE_BYTES]
+            message[8 : 8 + len(text)] = np.frombuffer(text, dtype=np.uint8)
+            message[:8].view(np.int64)[0] = len(text)
+            value = self.generation << control.GENERATION_SHIFT | reason << 16 | self.rank
+            for base in self.control.bases:
+                self._raise_abort(int(base) + control.ABORT_WORD, value)
+        return error
+
+    def reject(self, error: EpcommError) -> EpcommError:
+        """For an argument error found before anything was sent: peers learn of it, a world of one stays usable."""
+        return error if self.size == 1 else self.fail(error)
+
+    def abort(self, message: str) -> None:
+        """Fails the communicator on all ranks; peers raise `PeerFailedError` quoting `message`."""
+        self.fail(PeerFailedError(message))
+
+    def error_of(self, status: int, text: str, context: np.ndarray) -> BaseException:
+        """The exception for a status that stopped an operation; the communicator is failed by it."""
+        where = f"rank {self.rank}: {text}"
+        sequence = int(context[control.SEQUENCE]) & ((1 << control.GENERATION_SHIFT) - 1)
+        if sequence:
+            where += f" (sequence {sequence})"
+        if status == control.CLOSED:
+            return ClosedError(f"{where}: the communicator is closed, or belongs to the parent of this fork")
+        if status == control.ABORTED:
+            return self._abort_error(where)
+        peer = int(context[control.FAILED_PEER])
+        if status == control.MISMATCH:
+            other = self._peer_text(peer, sequence) or "another operation"
+            message = f"{where}: rank {peer} is in {other}; all ranks must call the same operations in the same order"
+            return self.fail(MismatchError(message), control.PEER_MISMATCH)
+        waited = f"rank {peer}, {describe_site(int(context[control.FAILED_SITE]))}"
+        if status == control.INTERRUPTED:
+            self.fail(PeerFailedError(f"{where}: interrupted while it waited for {waited}"))
+            return KeyboardInterrupt()
+        seconds = int(context[control.TIMEOUT_NS]) / 1e9
+        wanted, found = int(context[control.FAILED_WANTED]), int(context[control.FAILED_FOUND])
+        return self.fail(
+            TimeoutError(f"{where}: waited {seconds:g} s for {waited}: wanted {wanted:#x}, found {found:#x}")
+        )
+
+    def _abort_word(self) -> int:
+        return int(self._own[:8].view(np.int64)[0])
+
+    def _abort_error(self, where: str) -> EpcommError:
+        if self.failure is not None:
+            return _again(self.failure)
+        word = self._abort_word()
+        reason, rank = (word >> 16) & 0xFFFF, word & 0xFFFF
+        error: EpcommError
+        if reason == control.PEER_LOST:
+            error = PeerLostError(f"{where}: the process of rank {rank} ended", rank)
+        else:
+            region = self.control.mappings[rank].array(control.MESSAGE, control.MESSAGE_BYTES)
+            length = min(int(region[:8].view(np.int64)[0]), control.MESSAGE_BYTES - 8)
+            quoted = bytes(region[8 : 8 + length]).decode(errors="replace")
+            kind = MismatchError if reason == control.PEER_MISMATCH else PeerFailedError
+            error = kind(f"{where}: rank {rank} failed with {quoted}")
+        self.failure = error  # peers know already: whoever failed first told everyone
+        return error
+
+    def _peer_text(self, peer: int, sequence: int) -> str | None:
+        """The text that belongs to the fingerprint in `peer`'s latest header, from its own ring."""
+        full = self.generation << control.GENERATION_SHIFT | sequence
+        slot = control.HEADERS + peer * control.HEADER_BYTES + full % control.HEADER_RING * 16
+        fingerprint = int(self._own[slot : slot + 16].view(np.int64)[1])
+        ring_bytes = control.TEXT_BYTES * control.NUM_TEXTS
+        ring = self.control.mappings[peer].array(control.TEXTS, ring_bytes).reshape(control.NUM_TEXTS, -1)
+        for record in np.flatnonzero(ring[:, :8].copy().view(np.int64)[:, 0] == fingerprint):
+            length = int(ring[record, 8:16].view(np.int64)[0])
+            return bytes(ring[record, 16 : 16 + min(length, control.TEXT_BYTES - 16)]).decode(errors="replace")
+        return None
+
+    # ---- liveness
+
+    def _watch_peers(self) -> None:
+        own = os.pidfd_open(os.getpid())
+        try:
+            messages = self.hub.allgather(b"", [own], timeout=self.timeout, check=self.check)
+        finally:
+            os.close(own)
+        self._pidfds = []
+        for rank, (_, (pidfd,)) in enumerate(messages):
+            if rank == self.rank:
+                os.close(pidfd)
+            else:
+                self._pidfds.append(pidfd)
+                monitor.watch(pidfd, _PeerLost(weakref.ref(self), rank))
+
+    # ---- reset and close
+
+    def on_reset(self, member: Any) -> None:
+        """Registers an object whose ``start_generation(generation)`` is called by every reset while it lives."""
+        self._resettable.add(member)
+
+    def reset(self, timeout: float | None = None) -> None:
+        """Collective: revives a failed communicator. Older routings, results and works are outdated.
+
+        Raises `PeerLostError` if a rank's process is gone: make a new communicator of the others instead.
+        """
+        if self.closed:
+            raise ClosedError(f"rank {self.rank}: the communicator is closed")
+
+        def nothing() -> None:
+            return None
+
+        limit = self.timeout if timeout is None else timeout
+        with self.lock:
+            self.hub.barrier(timeout=limit, check=nothing)  # every rank has left its operations
+            self.generation += 1
+            self.hub.generation = self.generation
+            self.failure = None
+            for context in self._contexts:
+                self._start_generation(context, sequenced=bool(context[control.SEQUENCE]))
+            for member in list(self._resettable):
+                member.start_generation(self.generation)
+            self.hub.barrier(timeout=limit, check=nothing)  # every rank ignores what was raised before
+
+    def close(self, barrier: Callable[[], None] | None) -> None:
+        """Leaves the communicator; with `barrier` (collective) all ranks leave together. Idempotent."""
+        if self.closed:
+            return
+        try:
+            if barrier is not None and self.failure is None:
+                barrier()
+                self.hub.barrier(timeout=self.timeout, check=self.check)  # nobody reads my control region after this
+        finally:
+            self.closed = True
+            for context in self._contexts:
+                context[control.IS_CLOSED] = 1
+            monitor.forget(self._pidfds)
+            self.hub.close()
+            if self._pool is not None:
+                with self.lock:
+                    self._pool.stop()
+            _live.discard(self)
+
+
+@dataclass
+class _PeerLost:
+    """What the monitor does when a peer's process ends; holds the runtime weakly, so that it can go unclosed."""
+
+    runtime: weakref.ref[Runtime]
+    rank: int
+
+    def __call__(self) -> None:
+        runtime = self.runtime()
+        if runtime is not None and not runtime.closed:
+            value = runtime.generation << control.GENERATION_SHIFT | control.PEER_LOST << 16 | self.rank
+            runtime._raise_abort(int(runtime.control.bases[runtime.rank]) + control.ABORT_WORD, value)
+
+
+def _again(error: EpcommError) -> EpcommError:
+    """A new exception like `error`, so that each raise has its own traceback."""
+    return type(error)(*error.args)
+
+
+_live: weakref.WeakSet[Runtime] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    """The parent is the rank; a child that used its memory would speak in its name."""
+    for runtime in list(_live):
+        runtime.closed = True
+        for context in runtime._contexts:
+            context[control.IS_CLOSED] = 1
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
