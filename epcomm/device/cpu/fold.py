@@ -1,0 +1,167 @@
+"""The loop nest of the n-ary kernels: destination[i] = fold over k of sources[k][i], in one pass, in the order of k.
+
+Columns are taken in blocks as wide as the registers allow. For each block an inner loop over the sources, whose number
+is known at run time only, folds one source's columns into accumulators that stay in registers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from epcomm.device.cpu.arithmetic import Format, Values, convert, cpu_features
+from epcomm.device.cpu.compile import device
+from epcomm.device.cpu.memory import F32, I8, I32, I64, VECTOR_BYTES, pointer
+
+#: Accumulators of 64 bytes in a block: half of the registers of AVX-512, else half of 512 bytes (AVX2, NEON).
+ACCUMULATORS = 16 if "avx512f" in cpu_features() else 4
+#: How far ahead of the loads streaming loops prefetch, in bytes of each source: the hardware stops at a page's end.
+PREFETCH_BYTES = 2048
+
+
+@dataclass(frozen=True)
+class Fold:
+    """What to compute, as emitters of IR."""
+
+    input: Format
+    output: Format
+    #: ``(builder, accumulator, value, weight) -> accumulator``; the accumulator is None for source 0, the weight (a
+    #: scalar) None if not `weighted`
+    combine: Callable[[Any, Any, Any, Any], Any]
+    #: ``(builder, accumulator, num_sources) -> accumulator``, once per column at the end
+    finish: Callable[[Any, Any, Any], Any] | None = None
+    weighted: bool = False
+    prefetch: bool = False
+
+    @property
+    def step_items(self) -> int:
+        """The least number of items that fill whole vectors of both formats."""
+        return VECTOR_BYTES // min(self.input.item_bytes, self.output.item_bytes)
+
+    @property
+    def block_items(self) -> int:
+        step_accumulators = self.step_items * self.input.accumulator_bytes // VECTOR_BYTES
+        return self.step_items * max(1, ACCUMULATORS // step_accumulators)
+
+
+def _columns(fold: Fold, items: int, streaming: bool = False) -> Any:
+    """Folds columns `first` .. `first + items`; one item is done in scalars."""
+    single = items == 1
+    in_bytes, out_bytes = items * fold.input.item_bytes, items * fold.output.item_bytes
+    one = ir.Constant(F32, 1.0)
+
+    @intrinsic
+    def columns(typingctx, destination, sources, weights, num_sources, first):
+        def codegen(context, builder, signature, args):
+            destination, sources, weights, num_sources, first = args
+            in_offset = builder.mul(first, I64(fold.input.item_bytes))
+            out_offset = builder.mul(first, I64(fold.output.item_bytes))
+            if fold.weighted:
+                # without weights every source's weight is read from the same constant
+                constant = builder.ptrtoint(cgutils.global_constant(builder, "one", one), I64)
+                plain = builder.icmp_signed("==", weights, I64(0))
+                weights = builder.select(plain, constant, weights)
+                weight_bytes = builder.select(plain, I64(0), I64(4))
+
+            def fold_source(k, accumulators):
+                source = builder.load(pointer(builder, builder.add(sources, builder.shl(k, I64(3))), I64))
+                source = builder.add(source, in_offset)
+                weight = None
+                if fold.weighted:
+                    weight = builder.load(pointer(builder, builder.add(weights, builder.mul(k, weight_bytes)), F32))
+                if streaming and fold.prefetch:
+                    for line in range(0, in_bytes, VECTOR_BYTES):
+                        _prefetch(builder, builder.add(source, I64(PREFETCH_BYTES + line)))
+                values: Values = []
+                for at in range(0, in_bytes, VECTOR_BYTES):
+                    values += fold.input.load(builder, builder.add(source, I64(at)), vector=not single)
+                return [
+                    fold.combine(builder, accumulator, value, weight)
+                    for accumulator, value in zip(accumulators or [None] * len(values), values, strict=True)
+                ]
+
+            results = _loop_over_sources(builder, num_sources, fold_source)
+            if fold.finish is not None:
+                results = [fold.finish(builder, result, num_sources) for result in results]
+            results = convert(builder, results, fold.input, fold.output)
+            per_vector = len(results) * VECTOR_BYTES // out_bytes if not single else 1
+            for index in range(0, len(results), per_vector):
+                at = builder.add(builder.add(destination, out_offset), I64(index // per_vector * VECTOR_BYTES))
+                fold.output.store(builder, results[index : index + per_vector], at, streaming)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 5), codegen
+
+    return columns
+
+
+def _loop_over_sources(builder: Any, num_sources: Any, fold_source: Callable[[Any, Values | None], Values]) -> Values:
+    """``fold_source(k, accumulators)`` for k = 0 (where there are none yet), then 1 up to `num_sources`."""
+    initial = fold_source(I64(0), None)
+    before = builder.block
+    loop, after = builder.append_basic_block("source"), builder.append_basic_block("folded")
+    builder.cbranch(builder.icmp_signed(">", num_sources, I64(1)), loop, after)
+
+    builder.position_at_end(loop)
+    k = builder.phi(I64)
+    k.add_incoming(I64(1), before)
+    accumulators = [builder.phi(value.type) for value in initial]
+    updated = fold_source(k, accumulators)
+    following = builder.add(k, I64(1))
+    k.add_incoming(following, builder.block)
+    for accumulator, start, value in zip(accumulators, initial, updated, strict=True):
+        accumulator.add_incoming(start, before)
+        accumulator.add_incoming(value, builder.block)
+    builder.cbranch(builder.icmp_signed("<", following, num_sources), loop, after)
+    last = builder.block
+
+    builder.position_at_end(after)
+    results = [builder.phi(value.type) for value in initial]
+    for result, start, value in zip(results, initial, updated, strict=True):
+        result.add_incoming(start, before)
+        result.add_incoming(value, last)
+    return results
+
+
+def _prefetch(builder: Any, address: Any) -> None:
+    """Fetches a line for reading into all caches; an address that is not mapped does no harm."""
+    signature = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+    function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
+    builder.call(function, [pointer(builder, address, I8), I32(0), I32(3), I32(1)])
+
+
+def make_fold(fold: Fold) -> Any:
+    """``f(destination, sources, weights, num_sources, num_items, streaming)`` for kernels; at least one source."""
+    item, step, block = _columns(fold, 1), _columns(fold, fold.step_items), _columns(fold, fold.block_items)
+    stream = _columns(fold, fold.block_items, streaming=True)
+    step_items, block_items, out_bytes = fold.step_items, fold.block_items, fold.output.item_bytes
+
+    @device
+    def run(destination, sources, weights, num_sources, num_items, streaming):
+        done = 0
+        unaligned = -destination & (VECTOR_BYTES - 1)
+        if streaming != 0 and unaligned % out_bytes == 0:
+            head = min(unaligned // out_bytes, num_items)
+            while done < head:
+                item(destination, sources, weights, num_sources, done)
+                done += 1
+            while done + block_items <= num_items:
+                stream(destination, sources, weights, num_sources, done)
+                done += block_items
+        while done + block_items <= num_items:
+            block(destination, sources, weights, num_sources, done)
+            done += block_items
+        while done + step_items <= num_items:
+            step(destination, sources, weights, num_sources, done)
+            done += step_items
+        while done < num_items:
+            item(destination, sources, weights, num_sources, done)
+            done += 1
+
+    return run
