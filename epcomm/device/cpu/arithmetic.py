@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import platform
+from collections.abc import Iterator
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -194,7 +195,60 @@ def concatenate(builder: Any, first: Any, second: Any) -> Any:
 
 def convert(builder: Any, values: Values, source: Format, target: Format) -> Values:
     """Accumulators loaded as `source` turned into those that `target` stores: its element type and order."""
-    return values
+    if source.interleaved == target.interleaved and source.accumulator == target.accumulator:
+        return values
+    scalar = not isinstance(values[0].type, ir.VectorType)
+    if source.interleaved and not scalar:
+        values = _zip(builder, values)
+    if source.accumulator == F32 and target.accumulator == F64:
+        values = [builder.fpext(part, with_element(part, F64)) for value in values for part in _halves(builder, value)]
+    elif source.accumulator == F64 and target.accumulator == F32:
+        narrow = _round_to_float if target.item == F32 else _round_to_odd
+        values = [narrow(builder, value) for value in values]
+        if not scalar:
+            values = [concatenate(builder, *pair) for pair in _pairs(values)]
+    return _unzip(builder, values) if target.interleaved and not scalar else values
+
+
+def _pairs(values: Values) -> Iterator[tuple[Any, Any]]:
+    return zip(values[::2], values[1::2], strict=True)
+
+
+def _halves(builder: Any, value: Any) -> Values:
+    if not isinstance(value.type, ir.VectorType):
+        return [value]
+    count = value.type.count
+    return [shuffle(builder, value, value, range(start, start + count // 2)) for start in (0, count // 2)]
+
+
+def _zip(builder: Any, values: Values) -> Values:
+    """Vectors of even and odd elements, in turns, to vectors of consecutive elements."""
+    count = values[0].type.count
+    order = [index // 2 + index % 2 * count for index in range(2 * count)]
+    return [shuffle(builder, *pair, part) for pair in _pairs(values) for part in (order[:count], order[count:])]
+
+
+def _unzip(builder: Any, values: Values) -> Values:
+    count = values[0].type.count
+    return [shuffle(builder, *pair, range(part, 2 * count, 2)) for pair in _pairs(values) for part in (0, 1)]
+
+
+def _round_to_float(builder: Any, value: Any) -> Any:
+    return builder.fptrunc(value, with_element(value, F32))
+
+
+def _round_to_odd(builder: Any, value: Any) -> Any:
+    """float64 to float32, where what doesn't fit leaves the last bit set: then rounding on to 16 bits is correct.
+
+    Rounding to nearest twice is not: just above a tie, the first rounding would make it a tie.
+    """
+    nearest = _round_to_float(builder, value)
+    back = builder.fpext(nearest, value.type)
+    magnitude = call_intrinsic(builder, "fabs", value), call_intrinsic(builder, "fabs", back)
+    bits = builder.bitcast(nearest, with_element(value, I32))
+    grew = builder.zext(builder.fcmp_ordered("<", *magnitude), bits.type)
+    inexact = builder.zext(builder.fcmp_ordered("!=", value, back), bits.type)
+    return builder.bitcast(builder.or_(builder.sub(bits, grew), inexact), nearest.type)
 
 
 FORMATS: dict[torch.dtype, Format] = {

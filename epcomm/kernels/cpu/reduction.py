@@ -58,13 +58,13 @@ def supported_ops(dtype: torch.dtype) -> tuple[str, ...]:
 def reduction(dtype: torch.dtype, op: str) -> Kernel:
     """The kernel that writes ``op`` over k of ``sources[k][i]`` to ``destination[i]``, in the order of k.
 
-    `sources` is the address of `num_sources` (at least 1) addresses. All arrays have `num_bytes`, a multiple of the item
-    size, and any alignment; the destination may be one of the sources. With `streaming` the stores bypass the caches,
-    and the caller fences before it signals.
+    `sources` is the address of `num_sources` (at least 1) addresses. All arrays have `num_bytes`, a multiple of the
+    item size, and any alignment; the destination may be one of the sources. With `streaming` the stores bypass the
+    caches, and the caller fences before it signals.
 
     16-bit floats are computed in float32 and rounded once, to nearest even. ``min`` and ``max`` of a NaN are NaN,
-    integers wrap, and ``avg`` is the sum divided by `num_sources`, truncated toward zero for integers. For bool, ``sum``
-    and ``max`` are or, ``prod`` and ``min`` are and. Complex numbers are reduced by components.
+    integers wrap, and ``avg`` is the sum divided by `num_sources`, truncated toward zero for integers. For bool,
+    ``sum`` and ``max`` are or, ``prod`` and ``min`` are and. Complex numbers are reduced by components.
     """
     if op not in OPS:
         raise ConfigError(f"reduction op must be one of {', '.join(OPS)}; got {op!r}")
