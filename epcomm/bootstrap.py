@@ -93,6 +93,7 @@ class LaunchedRank:
     size: int
     name: str
     turns: Any = field(default_factory=itertools.count)
+    is_thread: bool = False
     runtimes: list[Any] = field(default_factory=list)  # weak references: failed if the rank ends with an exception
 
     def next_hub_name(self) -> str:
@@ -163,6 +164,13 @@ def connect(rendezvous: Rendezvous | LaunchedRank, timeout: float) -> Hub:
         return Hub(rank, size, [_dial(name, rank, deadline)])
     with listener:
         return Hub(rank, size, _accept(listener, size, deadline))
+
+
+def agree_on_threads(hub: Hub, num_threads: int | None, timeout: float) -> int:
+    """How many programs each rank runs: the least that any rank asks for. The default shares the cores out."""
+    wanted = num_threads or max(1, len(os.sched_getaffinity(0)) // hub.size)
+    messages = hub.allgather(struct.pack("<q", wanted), timeout=timeout, check=lambda: None)
+    return min(struct.unpack("<q", payload)[0] for payload, _ in messages)
 
 
 def _listen(name: str, size: int) -> socket.socket:
@@ -259,7 +267,8 @@ class Hub:
         try:
             header = _HEADER.pack(len(payload), len(descriptors), -1, self.generation)
             socket.send_fds(self._socket(rank), [header], list(descriptors))
-            self._socket(rank).sendall(payload)
+            if payload:  # a peer that has all it waits for may already have closed
+                self._socket(rank).sendall(payload)
         except OSError:
             raise self._lost(rank) from None
 

@@ -22,6 +22,7 @@ from epcomm.device import control
 from epcomm.device.cpu.launch import CALL_WORDS, Pool, load_raise_abort, load_run
 from epcomm.errors import (
     ClosedError,
+    ConfigError,
     EpcommError,
     MismatchError,
     PeerFailedError,
@@ -32,6 +33,9 @@ from epcomm.heap.cpu import Mapping, SymmetricSegment, create_memory_file
 from epcomm.kernels.protocol.sites import describe_site
 
 _SPINS_WITH_OWN_CORE, _SPINS_SHARING_CORES = 100, 20  # measured: best barrier times with and without idle cores
+
+
+_NO_VALUES = (0,) * CALL_WORDS
 
 
 @dataclass
@@ -61,7 +65,7 @@ def parameter_block(num_words: int) -> np.ndarray:
 class Runtime:
     """One rank of one communicator. See DESIGN sections 5 and 6 for the contract."""
 
-    def __init__(self, hub: Hub, *, control_bytes: int, timeout: float, num_threads: int | None):
+    def __init__(self, hub: Hub, *, control_bytes: int, timeout: float, num_threads: int):
         self.hub, self.rank, self.size, self.timeout = hub, hub.rank, hub.size, timeout
         self.generation = 1
         self.failure: EpcommError | None = None
@@ -77,9 +81,6 @@ class Runtime:
         self._own = self.control.own.array(0, control_bytes)
         self.context = self.new_context(sequenced=True)
         self.context_address = self.context.ctypes.data
-        local_cores = len(os.sched_getaffinity(0))
-        if num_threads is None:
-            num_threads = max(1, local_cores // self.size)
         if num_threads > 1:
             self._pool = Pool(num_threads - 1)
             self.context[control.POOL] = self._pool.address
@@ -138,23 +139,53 @@ class Runtime:
         view[:16].view(np.int64)[:] = fingerprint, len(encoded)
         return Operation(kernel, args, text, fingerprint, keep)
 
-    def run(self, operation: Operation, *values: int, timeout: float | None = None) -> int:
-        """Runs an operation on this thread. Returns `control.OK`, CAPACITY or BAD_VALUE; raises for everything else."""
-        if timeout is not None:
-            self.context[control.TIMEOUT_NS] = int(timeout * 1e9)
-        padding = (0,) * (CALL_WORDS - len(values))
-        status = self._launch(
-            self.context_address, operation.kernel, operation.address, operation.fingerprint, *values, *padding
-        )
-        if timeout is not None:
-            self.context[control.TIMEOUT_NS] = int(self.timeout * 1e9)
-        if status in (control.OK, control.CAPACITY, control.BAD_VALUE):
-            return status
-        raise self.error_of(status, operation.text, self.context)
+    def run(
+        self, operation: Operation, *values: int, timeout: float | None = None, context: np.ndarray | None = None
+    ) -> int:
+        """Runs an operation on this thread. Returns `control.OK`, CAPACITY or BAD_VALUE; raises for everything else.
 
-    def agree(self, text: str, kernel: int, args: np.ndarray) -> None:
-        """A barrier in which all ranks must pass the same text, else `MismatchError` everywhere."""
-        self.run(self.operation(kernel, args, text))
+        `timeout` in seconds replaces the communicator's; `context` is that of a point-to-point channel.
+        """
+        if context is not None:
+            return self._begin(context, 0, operation, values, timeout)
+        if not self.lock.acquire(blocking=False):
+            raise ConfigError(f"rank {self.rank}: {operation.text}: another thread is in an operation of this communicator")
+        try:
+            return self._begin(self.context, operation.fingerprint, operation, values, timeout)
+        finally:
+            self.lock.release()
+
+    def _begin(
+        self, context: np.ndarray, fingerprint: int, operation: Operation, values: tuple[int, ...], timeout: float | None
+    ) -> int:
+        address = self.context_address if context is self.context else context.ctypes.data
+        if timeout is not None:
+            context[control.TIMEOUT_NS] = int(timeout * 1e9)
+        padding = _NO_VALUES[len(values) :]
+        status = self._launch(address, operation.kernel, operation.address, fingerprint, *values, *padding)
+        if status != control.OK and status != control.CAPACITY and status != control.BAD_VALUE:
+            raise self.error_of(status, operation.text, context)
+        if timeout is not None:
+            context[control.TIMEOUT_NS] = int(self.timeout * 1e9)
+        return status
+
+    def bound(self, operation: Operation, *values: int) -> Callable[[], None]:
+        """A call of `operation` with everything resolved, for hot loops."""
+        launch, lock = self._launch, self.lock
+        arguments = (
+            self.context_address, operation.kernel, operation.address, operation.fingerprint,
+            *values, *_NO_VALUES[len(values) :],
+        )  # fmt: skip
+
+        def call() -> None:
+            if not lock.acquire(False):
+                raise ConfigError(f"rank {self.rank}: {operation.text}: another thread is in an operation")
+            status = launch(*arguments)
+            lock.release()
+            if status:
+                raise self.error_of(status, operation.text, self.context)
+
+        return call
 
     # ---- failures
 
@@ -200,7 +231,7 @@ class Runtime:
             return self._abort_error(where)
         peer = int(context[control.FAILED_PEER])
         if status == control.MISMATCH:
-            other = self._peer_text(peer, sequence) or "another operation"
+            other = self._peer_text(peer, int(context[control.FAILED_FOUND])) or "another operation"
             message = f"{where}: rank {peer} is in {other}; all ranks must call the same operations in the same order"
             return self.fail(MismatchError(message), control.PEER_MISMATCH)
         waited = f"rank {peer}, {describe_site(int(context[control.FAILED_SITE]))}"
@@ -208,6 +239,7 @@ class Runtime:
             self.fail(PeerFailedError(f"{where}: interrupted while it waited for {waited}"))
             return KeyboardInterrupt()
         seconds = int(context[control.TIMEOUT_NS]) / 1e9
+        context[control.TIMEOUT_NS] = int(self.timeout * 1e9)
         wanted, found = int(context[control.FAILED_WANTED]), int(context[control.FAILED_FOUND])
         return self.fail(
             TimeoutError(f"{where}: waited {seconds:g} s for {waited}: wanted {wanted:#x}, found {found:#x}")
@@ -233,11 +265,8 @@ class Runtime:
         self.failure = error  # peers know already: whoever failed first told everyone
         return error
 
-    def _peer_text(self, peer: int, sequence: int) -> str | None:
-        """The text that belongs to the fingerprint in `peer`'s latest header, from its own ring."""
-        full = self.generation << control.GENERATION_SHIFT | sequence
-        slot = control.HEADERS + peer * control.HEADER_BYTES + full % control.HEADER_RING * 16
-        fingerprint = int(self._own[slot : slot + 16].view(np.int64)[1])
+    def _peer_text(self, peer: int, fingerprint: int) -> str | None:
+        """The text that belongs to `fingerprint`, from the ring of the rank that is in that operation."""
         ring_bytes = control.TEXT_BYTES * control.NUM_TEXTS
         ring = self.control.mappings[peer].array(control.TEXTS, ring_bytes).reshape(control.NUM_TEXTS, -1)
         for record in np.flatnonzero(ring[:, :8].copy().view(np.int64)[:, 0] == fingerprint):

@@ -179,27 +179,29 @@ def push_header(ctx):
 
 
 @device
-def _mismatched(ctx, rank):
-    """True if `rank` is known to be in another operation under this rank's sequence number."""
+def _other_fingerprint(ctx, rank):
+    """What `rank` is calling under this rank's sequence number, or 0 if that is the same operation or not known yet."""
     sequence = word(ctx, control.SEQUENCE)
     if sequence == 0:
-        return False
+        return 0
     own = peer(ctx, word(ctx, control.RANK))
     slot = own + control.HEADERS + rank * control.HEADER_BYTES + (sequence % control.HEADER_RING) * 16
     if load_acquire(slot) != sequence:
-        return False
+        return 0
     found = load64(slot + 8)
     # the peer may be overwriting the entry with a later operation: only an unchanged entry counts
-    return found != word(ctx, control.FINGERPRINT) and load_acquire(slot) == sequence
+    if found == word(ctx, control.FINGERPRINT) or load_acquire(slot) != sequence:
+        return 0
+    return found
 
 
 @device
-def _stopped(ctx, status, address, value, rank, site):
-    """Records what the wait was waiting for."""
+def stopped(ctx, status, rank, site, wanted, found):
+    """Records why a program stops; returns the status."""
     set_word(ctx, control.FAILED_PEER, rank)
     set_word(ctx, control.FAILED_SITE, site)
-    set_word(ctx, control.FAILED_WANTED, value)
-    set_word(ctx, control.FAILED_FOUND, load_acquire(address))
+    set_word(ctx, control.FAILED_WANTED, wanted)
+    set_word(ctx, control.FAILED_FOUND, found)
     return status
 
 
@@ -217,16 +219,17 @@ def _wait_slowly(ctx, address, value, rank, site):
     polls = 0
     while load_acquire(address) < value:
         if aborted(ctx):
-            return _stopped(ctx, control.ABORTED, address, value, rank, site)
-        if _mismatched(ctx, rank):
-            return _stopped(ctx, control.MISMATCH, address, value, rank, site)
+            return stopped(ctx, control.ABORTED, rank, site, value, load_acquire(address))
+        other = _other_fingerprint(ctx, rank)
+        if other != 0:
+            return stopped(ctx, control.MISMATCH, rank, site, value, other)
         now = monotonic_ns()
         if now > deadline:
-            return _stopped(ctx, control.TIMEOUT, address, value, rank, site)
+            return stopped(ctx, control.TIMEOUT, rank, site, value, load_acquire(address))
         if now - signals_checked > _CHECK_SIGNALS_NS:
             signals_checked = now
             if _interrupted():
-                return _stopped(ctx, control.INTERRUPTED, address, value, rank, site)
+                return stopped(ctx, control.INTERRUPTED, rank, site, value, load_acquire(address))
         polls += 1
         if polls < _YIELDS_BEFORE_SLEEP:
             yield_core()
@@ -247,8 +250,10 @@ def wait(ctx, address, value, rank, site):
 def meet(ctx, address, value, rank, site):
     """`wait`, for the first wait on a peer in an operation: fails if the peer is in another one."""
     status = wait(ctx, address, value, rank, site)
-    if status == control.OK and _mismatched(ctx, rank):
-        return _stopped(ctx, control.MISMATCH, address, value, rank, site)
+    if status == control.OK:
+        other = _other_fingerprint(ctx, rank)
+        if other != 0:
+            return stopped(ctx, control.MISMATCH, rank, site, value, other)
     return status
 
 

@@ -19,6 +19,39 @@ NUM_SLOTS = 4
 CHANNEL_SLOT_BYTES = 64 << 10  # point to point
 CHANNEL_SLOTS = 4
 
+# ---- parameter block: words that every call sets, then those that binding sets
+X, OUT, NUM_BYTES = range(3)
+STREAMING = 3
+STATE, REDUCE, SOURCES = 6, 7, 8  # addresses: state block, reduction, an array of [channels, size] addresses
+ROOT = 9  # the rank that gets the result, or -1: all do
+TABLE = 10  # exchange: address of [4, size] words, see below
+SHARED = 11  # exchange: 1 if every receiver reads the same staged bytes
+MAX_PAIR_BYTES = 12  # exchange: the most that any rank sends to any other; the same on all ranks
+NUM_WORDS = 13
+# rows of an exchange's table: byte offsets in x and out, and byte counts, by peer
+SEND_OFFSET, SEND_BYTES, RECEIVE_OFFSET, RECEIVE_BYTES = range(4)
+
+# ---- state block (words): private memory that all collectives of a communicator share
+(
+    BARRIER,
+    TINY,
+    ONE_SHOT_FLAGS,
+    ONE_SHOT,
+    WORDS,
+    STAGED_SLOTS,
+    REDUCED_SLOTS,
+    SENT_SLOTS,
+    NUM_CHANNELS,
+) = range(9)
+BARRIER_EPOCH, ONE_SHOT_EPOCH = 9, 10
+CHUNKS = 16  # per channel: chunks that went through the two-shot ring, and through the exchange ring
+
+# ---- point to point: a sender's inbox at the receiver is two word lines, then slots of a header line and bytes
+PEER, INBOX, MESSAGE = 6, 7, 8  # of the parameter block: the peer, the inbox's offset, the message's fingerprint
+COUNT = 9  # slots that went through the inbox so far
+INBOX_SENT, INBOX_TAKEN, INBOX_SLOTS = 0, LINE, 2 * LINE
+SLOT_BYTES = LINE + CHANNEL_SLOT_BYTES
+
 # ---- words of a collective channel, one line each, raised by their owner and read by all peers
 STAGED, REDUCED, SENT, TAKEN = range(4)
 CHANNEL_WORDS = 4
@@ -32,11 +65,10 @@ class CollectiveRegions:
     tiny: int  # [2] lines by epoch parity: flag, then up to TINY_BYTES
     one_shot_flags: int  # [2] lines by epoch parity
     one_shot: int  # [2, ONE_SHOT_BYTES] by epoch parity
-    splits: int  # [2 by epoch parity, size] lines of flag, then [2, size, size] byte counts
-    split_table: int
     words: int  # [channels, CHANNEL_WORDS] lines
     staged: int  # [channels, NUM_SLOTS, chunk]
     reduced: int  # [channels, NUM_SLOTS, chunk]
+    sent: int  # [channels, NUM_SLOTS, chunk]
     inbox: int  # [size] point-to-point inboxes, one per sender
     inbox_bytes: int
     size: int  # of the whole segment
@@ -46,17 +78,16 @@ def collective_regions(size: int, num_channels: int) -> CollectiveRegions:
     """The layout for a communicator of `size` ranks. Pages are taken when first used."""
     layout = Layout()
     layout.add("control", control_region_bytes(size))
-    inbox_bytes = 4 * LINE + CHANNEL_SLOTS * CHANNEL_SLOT_BYTES
+    inbox_bytes = INBOX_SLOTS + CHANNEL_SLOTS * SLOT_BYTES
     return CollectiveRegions(
         barrier=layout.add("barrier", size * LINE),
         tiny=layout.add("tiny", 2 * LINE, LINE),
         one_shot_flags=layout.add("one_shot_flags", 2 * LINE, LINE),
         one_shot=layout.add("one_shot", 2 * ONE_SHOT_BYTES),
-        splits=layout.add("splits", 2 * size * LINE),
-        split_table=layout.add("split_table", 2 * size * size * 8),
         words=layout.add("words", num_channels * CHANNEL_WORDS * LINE),
         staged=layout.add("staged", num_channels * NUM_SLOTS * CHUNK_BYTES),
         reduced=layout.add("reduced", num_channels * NUM_SLOTS * CHUNK_BYTES),
+        sent=layout.add("sent", num_channels * NUM_SLOTS * CHUNK_BYTES),
         inbox=layout.add("inbox", size * inbox_bytes),
         inbox_bytes=inbox_bytes,
         size=layout.size,

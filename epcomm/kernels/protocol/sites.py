@@ -8,7 +8,7 @@ from __future__ import annotations
 BARRIER = 1
 ONE_SHOT_STAGED = 2
 TWO_SHOT_STAGED, TWO_SHOT_REDUCED = 3, 4
-EXCHANGE_SENT, EXCHANGE_TAKEN, EXCHANGE_SPLITS = 5, 6, 7
+EXCHANGE_SENT, EXCHANGE_TAKEN = 5, 6
 CHANNEL_SENT, CHANNEL_TAKEN = 8, 9
 ROUTE_COUNTS = 10
 DISPATCH_GRANT, DISPATCH_ROWS, DISPATCH_READ = 11, 12, 13
@@ -21,7 +21,6 @@ _TEXTS = {
     TWO_SHOT_REDUCED: "to reduce its part of a chunk (RAW)",
     EXCHANGE_SENT: "to stage a chunk for this rank (RAW)",
     EXCHANGE_TAKEN: "to take the chunk whose slot is needed (WAR)",
-    EXCHANGE_SPLITS: "to publish its split sizes (RAW)",
     CHANNEL_SENT: "to send (RAW)",
     CHANNEL_TAKEN: "to receive what was sent before (WAR)",
     ROUTE_COUNTS: "to send its token counts (RAW)",

@@ -1,0 +1,1 @@
+"""Standard collectives: semantics and validation here, kernels below."""

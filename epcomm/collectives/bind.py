@@ -1,0 +1,95 @@
+"""From a validated request to a bound operation: which kernel, with which parameter block. Bound once, called often."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import numpy as np
+import torch
+
+from epcomm.device.control import GENERATION_SHIFT
+from epcomm.kernels.cpu.allreduce_one_shot import allreduce_one_shot
+from epcomm.kernels.cpu.allreduce_two_shot import allreduce_two_shot
+from epcomm.kernels.cpu.barrier import barrier
+from epcomm.kernels.cpu.exchange import exchange
+from epcomm.kernels.cpu.reduction import reduction
+from epcomm.kernels.protocol import collectives as protocol
+from epcomm.kernels.protocol.collectives import CollectiveRegions
+from epcomm.runtime import Operation, Runtime, parameter_block
+
+STREAMING_BYTES = 4 << 20  # larger results would push everything else out of the caches
+_MAX_BOUND = 1024  # shapes that vary without end must not grow memory without end
+
+
+class Binder:
+    """The state block of a communicator's collectives, and its bound operations by request."""
+
+    def __init__(self, runtime: Runtime, regions: CollectiveRegions, num_channels: int):
+        self.runtime, self.num_channels = runtime, num_channels
+        self._state = np.zeros(protocol.CHUNKS + 2 * num_channels, dtype=np.int64)
+        self._sources = np.zeros(num_channels * runtime.size, dtype=np.int64)
+        self._state[protocol.BARRIER : protocol.NUM_CHANNELS + 1] = (
+            regions.barrier,
+            regions.tiny,
+            regions.one_shot_flags,
+            regions.one_shot,
+            regions.words,
+            regions.staged,
+            regions.reduced,
+            regions.sent,
+            num_channels,
+        )
+        self._bound: dict[Hashable, Operation] = {}
+        self.start_generation(runtime.generation)
+        runtime.on_reset(self)
+
+    def start_generation(self, generation: int) -> None:
+        """Epochs and chunk counts start again above those of all earlier generations."""
+        start = generation << GENERATION_SHIFT
+        self._state[[protocol.BARRIER_EPOCH, protocol.ONE_SHOT_EPOCH]] = start
+        self._state[protocol.CHUNKS :] = start
+
+    def cached(self, key: Hashable, bind: Callable[[], Operation]) -> Operation:
+        """The operation bound under `key`."""
+        operation = self._bound.get(key)
+        if operation is None:
+            if len(self._bound) >= _MAX_BOUND:
+                self._bound.clear()
+            operation = self._bound[key] = bind()
+        return operation
+
+    def _block(self) -> np.ndarray:
+        args = parameter_block(protocol.NUM_WORDS)
+        args[protocol.STATE] = self._state.ctypes.data
+        args[protocol.SOURCES] = self._sources.ctypes.data
+        args[protocol.ROOT] = -1
+        return args
+
+    def barrier(self, text: str) -> Operation:
+        """A barrier in which all ranks must pass the same text."""
+        return self.runtime.operation(barrier.address, self._block(), text)
+
+    def reduce(self, text: str, num_bytes: int, dtype: torch.dtype, op: str, algorithm: str, root: int) -> Operation:
+        """Allreduce, or with `root` >= 0 a reduce to that rank."""
+        args = self._block()
+        args[protocol.REDUCE] = reduction(dtype, op).address
+        args[protocol.ROOT] = root
+        if algorithm == "auto":
+            algorithm = "one_shot" if num_bytes <= protocol.ONE_SHOT_BYTES else "two_shot"
+        kernel = {"one_shot": allreduce_one_shot, "two_shot": allreduce_two_shot}[algorithm]
+        return self.runtime.operation(kernel.address, args, text)
+
+    def exchange(
+        self, text: str, table: list[list[int]], max_pair_bytes: int, *, shared: bool = False, reduce: int = 0
+    ) -> Operation:
+        """Data movement. `table`: send offsets, send bytes, receive offsets, receive bytes, each by peer."""
+        args = self._block()
+        rows = np.array(table, dtype=np.int64)
+        args[protocol.TABLE] = rows.ctypes.data
+        args[protocol.MAX_PAIR_BYTES] = max_pair_bytes
+        args[protocol.SHARED] = shared
+        args[protocol.REDUCE] = reduce
+        return self.runtime.operation(exchange.address, args, text, keep=rows)
+
+    def reduction_address(self, dtype: torch.dtype, op: str) -> int:
+        return reduction(dtype, op).address

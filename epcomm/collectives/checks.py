@@ -1,0 +1,67 @@
+"""Validation of what users pass to collectives: before anything is sent, naming argument, wanted, got, rank, operation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from epcomm.errors import ConfigError, UnsupportedError
+
+
+def check_tensor(where: str, name: str, tensor: object) -> torch.Tensor:
+    """A strided CPU tensor, or an error."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ConfigError(f"{where}: argument `{name}`: wanted a tensor, got {type(tensor).__name__}")
+    if tensor.device.type != "cpu":
+        raise ConfigError(f"{where}: argument `{name}`: wanted a tensor on cpu, got one on {tensor.device}")
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise UnsupportedError(f"{where}: argument `{name}`: wanted a dense tensor, got layout {tensor.layout}")
+    return tensor.detach()
+
+
+def check_out(where: str, out: torch.Tensor | None, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """`out` if it fits, else an error; a new tensor if there is none."""
+    if out is None:
+        return torch.empty(tuple(shape), dtype=like.dtype)
+    out = check_tensor(where, "out", out)
+    if out.dtype != like.dtype or tuple(out.shape) != tuple(shape):
+        raise ConfigError(
+            f"{where}: argument `out`: wanted {like.dtype} {tuple(shape)}, got {out.dtype} {tuple(out.shape)}"
+        )
+    if not out.is_contiguous():
+        raise ConfigError(f"{where}: argument `out`: wanted a contiguous tensor, got strides {out.stride()}")
+    return out
+
+
+def check_rank(where: str, name: str, rank: int, size: int) -> int:
+    """A rank of the communicator, or an error."""
+    if not isinstance(rank, int) or not 0 <= rank < size:
+        raise ConfigError(f"{where}: argument `{name}`: wanted a rank from 0 to {size - 1}, got {rank!r}")
+    return rank
+
+
+def check_divisible(where: str, x: torch.Tensor, size: int) -> int:
+    """Rows of dim 0 per rank, or an error."""
+    rows = x.shape[0] if x.dim() else None
+    if rows is None or rows % size:
+        raise ConfigError(f"{where}: argument `x`: wanted a dim 0 that {size} ranks divide, got shape {tuple(x.shape)}")
+    return rows // size
+
+
+def check_splits(where: str, name: str, splits: Sequence[int], rows: int | None, size: int) -> list[int]:
+    """`size` row counts >= 0 that sum to `rows` (if given), or an error."""
+    values = [int(value) for value in splits]
+    if len(values) != size or min(values, default=0) < 0 or (rows is not None and sum(values) != rows):
+        total = "" if rows is None else f" that sum to {rows}"
+        raise ConfigError(f"{where}: argument `{name}`: wanted {size} counts >= 0{total}, got {values}")
+    return values
+
+
+def check_overlap(where: str, x: torch.Tensor, out: torch.Tensor) -> None:
+    """Refuses an `out` that shares memory with `x`, where an operation can't work in place."""
+    x_end, out_end = x.data_ptr() + x.numel() * x.element_size(), out.data_ptr() + out.numel() * out.element_size()
+    if x.data_ptr() < out_end and out.data_ptr() < x_end:
+        raise ConfigError(f"{where}: argument `out`: shares memory with `x`, and this operation can't work in place")
+
+

@@ -1,0 +1,276 @@
+"""The collectives on tensors: shapes, dtypes and defaults follow torch.distributed, results are new tensors unless `out`.
+
+Every method validates, looks its request up among the bound operations (binding it the first time), and runs it: at
+once, or in its turn behind asynchronous operations.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from epcomm.collectives.bind import STREAMING_BYTES, Binder
+from epcomm.collectives.checks import (
+    check_divisible,
+    check_out,
+    check_overlap,
+    check_rank,
+    check_splits,
+    check_tensor,
+)
+from epcomm.errors import ConfigError, UnsupportedError
+from epcomm.kernels.cpu.reduction import supported_ops
+from epcomm.kernels.protocol.collectives import ONE_SHOT_BYTES
+from epcomm.runtime import Operation, Runtime
+from epcomm.work import Fifo
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+ALGORITHMS = ("auto", "one_shot", "two_shot")
+
+
+def _rejecting(method: Method) -> Method:
+    """An argument error fails the communicator, so that peers that are in the operation learn of it."""
+
+    @functools.wraps(method)
+    def checked(self: Collectives, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except (ConfigError, UnsupportedError) as error:
+            raise self.runtime.reject(error) from None
+
+    return checked  # type: ignore[return-value]
+
+
+def _num_bytes(x: torch.Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+class Collectives:
+    """The collectives of one communicator; `epcomm.communicator` documents them for users."""
+
+    def __init__(self, runtime: Runtime, binder: Binder, fifo: Fifo):
+        self.runtime, self._binder, self._fifo = runtime, binder, fifo
+        self._everyone = range(runtime.size)
+
+    def _where(self, name: str) -> str:
+        return f"rank {self.runtime.rank}: {name}"
+
+    def _call(self, operation: Operation, values: tuple[int, ...], keep: Any, result: Any, async_op: bool,
+              timeout: float | None) -> Any:  # fmt: skip
+        """Runs an operation in its turn; `keep` are the tensors behind the addresses."""
+        if not async_op and not self._fifo.busy:
+            self.runtime.run(operation, *values, timeout=timeout)
+            return result
+
+        def run(keep: Any = keep) -> None:
+            self.runtime.run(operation, *values, timeout=timeout)
+
+        return self._fifo.call(run, result, async_op)
+
+    def barrier(self, timeout: float | None = None) -> None:
+        operation = self._binder.cached("barrier", lambda: self._binder.barrier("barrier()"))
+        self._call(operation, (), None, None, False, timeout)
+
+    def _bind_reduce(self, name: str, x: torch.Tensor, op: str, algorithm: str, root: int) -> Operation:
+        where = self._where(name)
+        if algorithm not in ALGORITHMS:
+            raise ConfigError(f"{where}: argument `algorithm`: wanted one of {ALGORITHMS}, got {algorithm!r}")
+        if algorithm == "one_shot" and _num_bytes(x) > ONE_SHOT_BYTES:
+            raise ConfigError(
+                f"{where}: argument `algorithm`: one_shot takes up to {ONE_SHOT_BYTES} bytes, got {_num_bytes(x)}"
+            )
+        self._check_op(where, x.dtype, op)
+        to = "" if root < 0 else f", root={root}"
+        text = f"{name}(x={x.dtype} {tuple(x.shape)}, op={op}, algorithm={algorithm}{to})"
+        return self._binder.reduce(text, _num_bytes(x), x.dtype, op, algorithm, root)
+
+    def _check_op(self, where: str, dtype: torch.dtype, op: str) -> None:
+        if op not in supported_ops(dtype):
+            raise ConfigError(f"{where}: argument `op`: wanted one of {supported_ops(dtype)} for {dtype}, got {op!r}")
+
+    @_rejecting
+    def allreduce(self, x: torch.Tensor, op: str, out: torch.Tensor | None, algorithm: str, async_op: bool,
+                  timeout: float | None) -> Any:  # fmt: skip
+        x = check_tensor(self._where("allreduce"), "x", x)
+        key = ("allreduce", x.shape, x.dtype, op, algorithm)
+        operation = self._binder.cached(key, lambda: self._bind_reduce("allreduce", x, op, algorithm, -1))
+        result = check_out(self._where("allreduce"), out, x.shape, x)
+        source, num_bytes = x.contiguous(), _num_bytes(x)
+        values = (source.data_ptr(), result.data_ptr(), num_bytes, num_bytes > STREAMING_BYTES)
+        return self._call(operation, values, source, result if out is None else out, async_op, timeout)
+
+    @_rejecting
+    def bind_allreduce(self, x: torch.Tensor, op: str, out: torch.Tensor | None, algorithm: str) -> Callable[[], Any]:
+        x = check_tensor(self._where("bind_allreduce"), "x", x)
+        if not x.is_contiguous():
+            raise ConfigError(f"{self._where('bind_allreduce')}: argument `x`: wanted a contiguous tensor")
+        result = check_out(self._where("bind_allreduce"), x if out is None else out, x.shape, x)
+        operation = self._bind_reduce("allreduce", x, op, algorithm, -1)
+        run = self.runtime.bound(operation, x.data_ptr(), result.data_ptr(), _num_bytes(x),
+                                 _num_bytes(x) > STREAMING_BYTES)  # fmt: skip
+        fifo = self._fifo
+
+        def call(keep: Any = (x, result, operation)) -> torch.Tensor:
+            if fifo.busy:
+                fifo.call(run, None, False)
+            else:
+                run()
+            return result
+
+        return call
+
+    @_rejecting
+    def reduce(self, x: torch.Tensor, dst: int, op: str, out: torch.Tensor | None, async_op: bool,
+               timeout: float | None) -> Any:  # fmt: skip
+        where = self._where("reduce")
+        x, dst = check_tensor(where, "x", x), check_rank(where, "dst", dst, self.runtime.size)
+        key = ("reduce", x.shape, x.dtype, op, dst)
+        operation = self._binder.cached(key, lambda: self._bind_reduce("reduce", x, op, "auto", dst))
+        source, num_bytes = x.contiguous(), _num_bytes(x)
+        result = check_out(where, out, x.shape, x) if self.runtime.rank == dst else None
+        values = (source.data_ptr(), 0 if result is None else result.data_ptr(), num_bytes, num_bytes > STREAMING_BYTES)
+        return self._call(operation, values, (source, result), result, async_op, timeout)
+
+    # ---- data movement
+
+    def _move(self, key: Any, bind: Callable[[], Operation], x: torch.Tensor, result: torch.Tensor | None,
+              async_op: bool, timeout: float | None) -> Any:  # fmt: skip
+        """Runs an exchange from x to result (None: nothing is received here)."""
+        operation = self._binder.cached(key, bind)
+        streaming = result is not None and _num_bytes(result) > STREAMING_BYTES
+        values = (x.data_ptr(), 0 if result is None else result.data_ptr(), 0, streaming)
+        return self._call(operation, values, (x, result), result, async_op, timeout)
+
+    @_rejecting
+    def allgather(self, x: torch.Tensor, out: torch.Tensor | None, async_op: bool, timeout: float | None) -> Any:
+        return self._gather("allgather", x, -1, out, async_op, timeout)
+
+    @_rejecting
+    def gather(self, x: torch.Tensor, dst: int, out: torch.Tensor | None, async_op: bool,
+               timeout: float | None) -> Any:  # fmt: skip
+        check_rank(self._where("gather"), "dst", dst, self.runtime.size)
+        return self._gather("gather", x, dst, out, async_op, timeout)
+
+    def _gather(self, name: str, x: torch.Tensor, dst: int, out: torch.Tensor | None, async_op: bool,
+                timeout: float | None) -> Any:  # fmt: skip
+        where = self._where(name)
+        x = check_tensor(where, "x", x)
+        receives = dst in (-1, self.runtime.rank)
+        shape = (self.runtime.size * x.shape[0], *x.shape[1:]) if x.dim() else (self.runtime.size,)
+        result = check_out(where, out, shape, x) if receives else None
+        size, each = self.runtime.size, _num_bytes(x)
+
+        def bind() -> Operation:
+            sends = [each if dst in (-1, rank) else 0 for rank in self._everyone]
+            offsets = [rank * each for rank in self._everyone]
+            table = [[0] * size, sends, offsets, [each if receives else 0] * size]
+            to = "" if dst < 0 else f", dst={dst}"
+            return self._binder.exchange(f"{name}(x={x.dtype} {tuple(x.shape)}{to})", table, each, shared=True)
+
+        return self._move((name, x.shape, x.dtype, dst), bind, x.contiguous(), result, async_op, timeout)
+
+    @_rejecting
+    def broadcast(self, x: torch.Tensor, src: int, out: torch.Tensor | None, async_op: bool,
+                  timeout: float | None) -> Any:  # fmt: skip
+        where = self._where("broadcast")
+        x, size = check_tensor(where, "x", x), self.runtime.size
+        check_rank(where, "src", src, size)
+        result, each = check_out(where, out, x.shape, x), _num_bytes(x)
+
+        def bind() -> Operation:
+            sends = [each if self.runtime.rank == src else 0] * size
+            receives = [each if rank == src else 0 for rank in self._everyone]
+            text = f"broadcast(x={x.dtype} {tuple(x.shape)}, src={src})"
+            return self._binder.exchange(text, [[0] * size, sends, [0] * size, receives], each, shared=True)
+
+        return self._move(("broadcast", x.shape, x.dtype, src), bind, x.contiguous(), result, async_op, timeout)
+
+    @_rejecting
+    def scatter(self, x: torch.Tensor | None, src: int, out: torch.Tensor | None, async_op: bool,
+                timeout: float | None) -> Any:  # fmt: skip
+        where, size = self._where("scatter"), self.runtime.size
+        check_rank(where, "src", src, size)
+        if self.runtime.rank == src:
+            x = check_tensor(where, "x", x)
+            rows = check_divisible(where, x, size)
+            result = check_out(where, out, (rows, *x.shape[1:]), x)
+        elif out is None:
+            raise ConfigError(f"{where}: argument `out`: wanted a tensor for this rank's part (only rank {src} knows x)")
+        else:
+            x = result = check_out(where, out, out.shape, out)
+        each = _num_bytes(result)
+
+        def bind() -> Operation:
+            sends = [each if self.runtime.rank == src else 0] * size
+            receives = [each if rank == src else 0 for rank in self._everyone]
+            offsets = [rank * each for rank in self._everyone]
+            text = f"scatter(part={result.dtype} {tuple(result.shape)}, src={src})"
+            return self._binder.exchange(text, [offsets, sends, [0] * size, receives], each)
+
+        return self._move(("scatter", result.shape, result.dtype, src), bind, x.contiguous(), result, async_op, timeout)
+
+    @_rejecting
+    def reduce_scatter(self, x: torch.Tensor, op: str, out: torch.Tensor | None, async_op: bool,
+                       timeout: float | None) -> Any:  # fmt: skip
+        where, size = self._where("reduce_scatter"), self.runtime.size
+        x = check_tensor(where, "x", x)
+        rows = check_divisible(where, x, size)
+        self._check_op(where, x.dtype, op)
+        result = check_out(where, out, (rows, *x.shape[1:]), x)
+        each = _num_bytes(result)
+
+        def bind() -> Operation:
+            offsets = [rank * each for rank in self._everyone]
+            text = f"reduce_scatter(x={x.dtype} {tuple(x.shape)}, op={op})"
+            reduce = self._binder.reduction_address(x.dtype, op)
+            return self._binder.exchange(text, [offsets, [each] * size, [0] * size, [each] * size], each, reduce=reduce)
+
+        return self._move(("reduce_scatter", x.shape, x.dtype, op), bind, x.contiguous(), result, async_op, timeout)
+
+    @_rejecting
+    def alltoall(self, x: torch.Tensor, out: torch.Tensor | None, async_op: bool, timeout: float | None) -> Any:
+        where, size = self._where("alltoall"), self.runtime.size
+        x = check_tensor(where, "x", x)
+        check_divisible(where, x, size)
+        result, each = check_out(where, out, x.shape, x), _num_bytes(x) // size
+
+        def bind() -> Operation:
+            offsets = [rank * each for rank in self._everyone]
+            text = f"alltoall(x={x.dtype} {tuple(x.shape)})"
+            return self._binder.exchange(text, [offsets, [each] * size, offsets, [each] * size], each)
+
+        return self._move(("alltoall", x.shape, x.dtype), bind, x.contiguous(), result, async_op, timeout)
+
+    @_rejecting
+    def alltoallv(self, x: torch.Tensor, send_splits: Sequence[int], recv_splits: Sequence[int] | None,
+                  out: torch.Tensor | None, async_op: bool, timeout: float | None) -> Any:  # fmt: skip
+        where, size, rank = self._where("alltoallv"), self.runtime.size, self.runtime.rank
+        x = check_tensor(where, "x", x)
+        if x.dim() == 0:
+            raise ConfigError(f"{where}: argument `x`: wanted at least 1 dimension, got a scalar")
+        sends = check_splits(where, "send_splits", send_splits, x.shape[0], size)
+        matrix = self.allgather(torch.tensor([sends]), None, False, timeout)
+        receives = matrix[:, rank].tolist()
+        if recv_splits is not None and check_splits(where, "recv_splits", recv_splits, None, size) != receives:
+            raise ConfigError(
+                f"{where}: argument `recv_splits`: wanted {receives}, which is what the peers send, "
+                f"got {list(recv_splits)}"
+            )
+        result = check_out(where, out, (sum(receives), *x.shape[1:]), x)
+        if out is not None:
+            check_overlap(where, x, result)
+        row = x.element_size() * torch.Size(x.shape[1:]).numel()
+        counts = [[n * row for n in splits] for splits in (sends, receives)]
+        send_offsets, receive_offsets = ([0, *itertools.accumulate(count)][:size] for count in counts)
+
+        def bind() -> Operation:
+            text = f"alltoallv(row={x.dtype} {tuple(x.shape[1:])})"
+            table = [send_offsets, counts[0], receive_offsets, counts[1]]
+            return self._binder.exchange(text, table, int(matrix.max()) * row)
+
+        key = ("alltoallv", tuple(sends), tuple(receives), int(matrix.max()), x.shape[1:], x.dtype)
+        return self._move(key, bind, x.contiguous(), result, async_op, timeout)

@@ -1,0 +1,84 @@
+"""send and recv: numbered per ordered pair of ranks, beside the sequence of collectives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from epcomm.collectives.checks import check_rank, check_tensor
+from epcomm.device import control
+from epcomm.errors import ConfigError, UnsupportedError
+from epcomm.kernels.cpu.point_to_point import recv, send
+from epcomm.kernels.protocol import collectives as protocol
+from epcomm.kernels.protocol.collectives import CollectiveRegions
+from epcomm.runtime import Operation, Runtime, parameter_block
+from epcomm.work import Fifo
+
+
+@dataclass
+class _Channel:
+    """One direction of one pair: its parameter block counts slots, its context runs beside the collectives."""
+
+    operation: Operation
+    context: np.ndarray
+    fifo: Fifo
+
+
+class PointToPoint:
+    """The channels of one rank, made when first used."""
+
+    def __init__(self, runtime: Runtime, regions: CollectiveRegions):
+        self._runtime, self._regions = runtime, regions
+        self._channels: dict[tuple[str, int], _Channel] = {}
+        runtime.on_reset(self)
+
+    def start_generation(self, generation: int) -> None:
+        for channel in self._channels.values():
+            channel.operation.args[protocol.COUNT] = generation << control.GENERATION_SHIFT
+
+    def _channel(self, kind: str, peer: int) -> _Channel:
+        channel = self._channels.get((kind, peer))
+        if channel is None:
+            sender = self._runtime.rank if kind == "send" else peer
+            args = parameter_block(protocol.COUNT + 1)
+            args[protocol.PEER] = peer
+            args[protocol.INBOX] = self._regions.inbox + sender * self._regions.inbox_bytes
+            args[protocol.COUNT] = self._runtime.generation << control.GENERATION_SHIFT
+            kernel = send if kind == "send" else recv
+            operation = Operation(kernel.address, args, f"{kind} {'to' if kind == 'send' else 'from'} rank {peer}")
+            context = self._runtime.new_context(sequenced=False)
+            channel = _Channel(operation, context, Fifo(f"epcomm-{kind}-{peer}"))
+            self._channels[kind, peer] = channel
+        return channel
+
+    def transfer(self, kind: str, tensor: torch.Tensor, peer: int, tag: int, async_op: bool,
+                 timeout: float | None) -> Any:  # fmt: skip
+        """Sends `tensor` to, or receives it from, `peer`; the k-th send of a pair meets the k-th recv."""
+        where, name = f"rank {self._runtime.rank}: {kind}", "x" if kind == "send" else "out"
+        try:
+            data = check_tensor(where, name, tensor)
+            check_rank(where, "dst" if kind == "send" else "src", peer, self._runtime.size)
+            if peer == self._runtime.rank:
+                raise UnsupportedError(f"{where}: a rank can't {kind} to or from itself; copy the tensor")
+            if kind == "recv" and not data.is_contiguous():
+                raise ConfigError(f"{where}: argument `out`: wanted a contiguous tensor, got strides {data.stride()}")
+        except (ConfigError, UnsupportedError) as error:
+            raise self._runtime.reject(error) from None
+        data = data.contiguous()
+        num_bytes = data.numel() * data.element_size()
+        message = self._runtime.operation(0, parameter_block(0), f"a message of {num_bytes} bytes, {data.dtype}, tag={tag}")
+        channel = self._channel(kind, peer)
+
+        def run() -> None:
+            channel.operation.args[protocol.MESSAGE] = message.fingerprint
+            values = (data.data_ptr(), data.data_ptr(), num_bytes)
+            self._runtime.run(channel.operation, *values, timeout=timeout, context=channel.context)
+
+        return channel.fifo.call(run, tensor if kind == "recv" else None, async_op)
+
+    def stop(self) -> None:
+        for channel in self._channels.values():
+            channel.fifo.stop()

@@ -1,0 +1,283 @@
+"""The facade: `init` and `Communicator`. What each operation means is documented here; how it is done, in the layers below."""
+
+from __future__ import annotations
+
+import contextvars
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from epcomm import bootstrap
+from epcomm.collectives.bind import Binder
+from epcomm.collectives.ops import Collectives
+from epcomm.collectives.point_to_point import PointToPoint
+from epcomm.errors import ClosedError, ConfigError, UnsupportedError
+from epcomm.kernels.protocol.collectives import collective_regions
+from epcomm.runtime import Runtime
+from epcomm.work import Fifo, Work
+
+_process_default: Communicator | None = None
+_thread_default: contextvars.ContextVar[Communicator | None] = contextvars.ContextVar("epcomm_default", default=None)
+
+
+def init(
+    group: Any = None,
+    *,
+    store: Any = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    device: Any = None,
+    transport: str = "auto",
+    num_threads: int | None = None,
+    timeout: float = 600.0,
+) -> Communicator:
+    """Collective: makes a communicator and, if there is none yet, the default one.
+
+    Args:
+        group: a `torch.distributed.ProcessGroup`; used once, to exchange addresses.
+        store, rank, world_size: a `torch.distributed` store, this rank and the number of ranks.
+            Without group and store: `epcomm.launch`, else the default group, else torchrun's environment, else a
+            world of one rank.
+        device: "cpu" or None.
+        transport: "auto" or "shared_memory".
+        num_threads: programs per operation on this rank; default: cores of this machine / ranks.
+        timeout: seconds that an operation may wait for its peers.
+
+    Raises:
+        ConfigError: an argument is wrong. UnsupportedError: the ranks are on several hosts, or device isn't "cpu".
+        TimeoutError: not all ranks came in time.
+    """
+    if device is not None and torch.device(device).type != "cpu":
+        raise UnsupportedError(f"init: argument `device`: this build serves cpu, got {device}")
+    if transport not in ("auto", "shared_memory"):
+        raise ConfigError(f"init: argument `transport`: wanted 'auto' or 'shared_memory', got {transport!r}")
+    if not timeout > 0:
+        raise ConfigError(f"init: argument `timeout`: wanted seconds > 0, got {timeout}")
+    if num_threads is not None and num_threads < 1:
+        raise ConfigError(f"init: argument `num_threads`: wanted at least 1, got {num_threads}")
+    hub = bootstrap.connect(bootstrap.find_rendezvous(group, store, rank, world_size), timeout)
+    communicator = Communicator(hub, timeout, num_threads)
+    launched = bootstrap.launched_rank.get()
+    if launched is not None:
+        launched.runtimes.append(weakref.ref(communicator._runtime))
+    _make_default(communicator, per_thread=launched is not None and launched.is_thread)
+    return communicator
+
+
+def _make_default(communicator: Communicator, per_thread: bool) -> None:
+    global _process_default
+    current = _thread_default.get() if per_thread else _process_default
+    if current is not None and not current.closed:
+        return
+    if per_thread:
+        _thread_default.set(communicator)
+    else:
+        _process_default = communicator
+
+
+def default_communicator() -> Communicator:
+    """The communicator behind `epcomm.allreduce` and its relatives."""
+    communicator = _thread_default.get() or _process_default
+    if communicator is None:
+        raise ClosedError("there is no communicator: call epcomm.init() first")
+    return communicator
+
+
+class Communicator:
+    """The ranks that talk to each other, from the view of one of them. Made by `init`; a context manager.
+
+    Attributes: ``rank``, ``size``, ``device``, ``transport``, ``closed``. Every method but `check`, `abort` and those
+    for point-to-point messages is collective: all ranks call the same operations in the same order. Tensors are on
+    cpu; results are new tensors unless `out` is given (``out is x`` works in place). With ``async_op=True`` an
+    operation returns a `Work`. Operations raise `MismatchError`, `PeerFailedError`, `PeerLostError` or `TimeoutError`
+    instead of hanging; the communicator is then failed until `reset`.
+    """
+
+    transport = "shared_memory"
+
+    def __init__(self, hub: bootstrap.Hub, timeout: float, num_threads: int | None):
+        self.rank, self.size = hub.rank, hub.size
+        self.device = torch.device("cpu")
+        num_channels = bootstrap.agree_on_threads(hub, num_threads, timeout)
+        regions = collective_regions(self.size, num_channels)
+        self._runtime = Runtime(hub, control_bytes=regions.size, timeout=timeout, num_threads=num_channels)
+        self._fifo = Fifo("epcomm-async")
+        self._binder = Binder(self._runtime, regions, num_channels)
+        self._collectives = Collectives(self._runtime, self._binder, self._fifo)
+        self._point_to_point = PointToPoint(self._runtime, regions)
+
+    # ---- life
+
+    @property
+    def closed(self) -> bool:
+        return self._runtime.closed
+
+    def check(self) -> None:
+        """Raises what has gone wrong so far, here or at a peer; returns at once."""
+        self._runtime.check()
+
+    def abort(self, message: str = "abort() was called") -> None:
+        """Fails the communicator: peers raise `PeerFailedError` quoting `message`."""
+        self._runtime.abort(f"{message} (rank {self.rank})")
+
+    def reset(self, timeout: float | None = None) -> None:
+        """Collective: makes a failed communicator usable again, once every rank has left its failed operation.
+
+        Handles stay; results, routings and works from before raise `ClosedError`.
+        """
+        self._fifo.drain()
+        self._runtime.reset(timeout)
+
+    def close(self) -> None:
+        """Collective unless the communicator has failed: waits for all ranks, then frees everything. Idempotent."""
+        self._close(lambda: self._runtime.run(self._binder.barrier("close()")))
+
+    def _close(self, barrier: Callable[[], Any] | None) -> None:
+        if not self._runtime.closed and barrier is not None:
+            self._fifo.drain()
+        self._runtime.close(barrier)
+        self._fifo.stop()
+        self._point_to_point.stop()
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if error is None:
+            self.close()
+        else:
+            if not self._runtime.closed and self._runtime.failure is None:
+                self.abort(f"{type(error).__name__}: {error}")
+            self._close(None)
+
+    def __repr__(self) -> str:
+        return f"<Communicator rank {self.rank} of {self.size}, {self.transport}{', closed' if self.closed else ''}>"
+
+    # ---- collectives
+
+    def barrier(self, timeout: float | None = None) -> None:
+        """Returns once every rank has called it; what they wrote before is visible."""
+        self._collectives.barrier(timeout)
+
+    def allreduce(
+        self,
+        x: torch.Tensor,
+        op: str = "sum",
+        *,
+        out: torch.Tensor | None = None,
+        algorithm: str = "auto",
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """The reduction of all ranks' `x`, with the same bits on every rank and from run to run.
+
+        `op`: sum, avg, min, max, prod; band, bor, bxor for integers and bool. 16-bit floats are summed in float32 and
+        rounded once; avg of integers truncates toward zero. `algorithm`: "one_shot" (up to 32 KiB) or "two_shot".
+        """
+        return self._collectives.allreduce(x, op, out, algorithm, async_op, timeout)
+
+    def bind_allreduce(
+        self, x: torch.Tensor, op: str = "sum", *, out: torch.Tensor | None = None, algorithm: str = "auto"
+    ) -> Callable[[], torch.Tensor]:
+        """A function that allreduces `x` into `out` (default: in place) with addresses resolved once, for hot loops."""
+        return self._collectives.bind_allreduce(x, op, out, algorithm)
+
+    def reduce(
+        self,
+        x: torch.Tensor,
+        dst: int = 0,
+        op: str = "sum",
+        *,
+        out: torch.Tensor | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Like `allreduce`, with the result on rank `dst` only; the others get None."""
+        return self._collectives.reduce(x, dst, op, out, async_op, timeout)
+
+    def allgather(
+        self, x: torch.Tensor, *, out: torch.Tensor | None = None, async_op: bool = False, timeout: float | None = None
+    ) -> Any:
+        """All ranks' `x`, concatenated on dim 0 in rank order."""
+        return self._collectives.allgather(x, out, async_op, timeout)
+
+    def gather(
+        self,
+        x: torch.Tensor,
+        dst: int = 0,
+        *,
+        out: torch.Tensor | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Like `allgather`, with the result on rank `dst` only; the others get None."""
+        return self._collectives.gather(x, dst, out, async_op, timeout)
+
+    def broadcast(
+        self,
+        x: torch.Tensor,
+        src: int = 0,
+        *,
+        out: torch.Tensor | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Rank `src`'s `x`; elsewhere `x` gives shape and dtype (``out=x`` receives into it)."""
+        return self._collectives.broadcast(x, src, out, async_op, timeout)
+
+    def scatter(
+        self,
+        x: torch.Tensor | None,
+        src: int = 0,
+        *,
+        out: torch.Tensor | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """This rank's part of rank `src`'s `x`, split evenly on dim 0. Other ranks pass None and `out`."""
+        return self._collectives.scatter(x, src, out, async_op, timeout)
+
+    def reduce_scatter(
+        self,
+        x: torch.Tensor,
+        op: str = "sum",
+        *,
+        out: torch.Tensor | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """This rank's part (dim 0 split evenly) of the reduction of all ranks' `x`."""
+        return self._collectives.reduce_scatter(x, op, out, async_op, timeout)
+
+    def alltoall(
+        self, x: torch.Tensor, *, out: torch.Tensor | None = None, async_op: bool = False, timeout: float | None = None
+    ) -> Any:
+        """Part r of the result (dim 0 split evenly) is part `rank` of rank r's `x`."""
+        return self._collectives.alltoall(x, out, async_op, timeout)
+
+    def alltoallv(
+        self,
+        x: torch.Tensor,
+        send_splits: Sequence[int],
+        recv_splits: Sequence[int] | None = None,
+        *,
+        out: torch.Tensor | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """`alltoall` with `send_splits[r]` rows for rank r. `recv_splits`, if given, must be what the peers send."""
+        return self._collectives.alltoallv(x, send_splits, recv_splits, out, async_op, timeout)
+
+    def send(
+        self, x: torch.Tensor, dst: int, tag: int = 0, *, async_op: bool = False, timeout: float | None = None
+    ) -> Work | None:
+        """Sends `x` to rank `dst`. The k-th send of a pair meets the k-th recv; size, dtype and tag must agree."""
+        return self._point_to_point.transfer("send", x, dst, tag, async_op, timeout)
+
+    def recv(
+        self, out: torch.Tensor, src: int, tag: int = 0, *, async_op: bool = False, timeout: float | None = None
+    ) -> Any:
+        """Receives from rank `src` into `out` and returns it."""
+        return self._point_to_point.transfer("recv", out, src, tag, async_op, timeout)

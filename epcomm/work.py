@@ -1,0 +1,130 @@
+"""Asynchronous operations: one first-in first-out queue and worker thread per communicator, and the handle of a call."""
+
+from __future__ import annotations
+
+import builtins
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from epcomm.errors import TimeoutError
+
+
+class Work:
+    """An operation in progress, with the methods of `torch.distributed.Work`."""
+
+    def __init__(self, function: Callable[[], Any], result: Any):
+        self._function, self._result = function, result
+        self._done = threading.Event()
+        self._exception: BaseException | None = None
+        self._future: torch.futures.Future | None = None
+        self._lock = threading.Lock()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Blocks until the operation is complete; raises its exception, or `TimeoutError` after `timeout` seconds."""
+        if not self._done.wait(timeout):
+            raise TimeoutError(f"the operation was not complete after {timeout:g} s; it goes on")
+        if self._exception is not None:
+            raise self._exception
+        return True
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+    def exception(self) -> BaseException | None:
+        """What the operation raised, None while it runs or if it succeeded."""
+        return self._exception
+
+    def result(self) -> Any:
+        """The operation's result, as the synchronous call would have returned it; waits for it."""
+        self.wait()
+        return self._result
+
+    def get_future(self) -> torch.futures.Future:
+        """A future of the result's tensors (a list, as torch has it)."""
+        with self._lock:
+            if self._future is None:
+                self._future = torch.futures.Future()
+                if self._done.is_set():
+                    self._complete_future()
+            return self._future
+
+    def _run(self) -> None:
+        try:
+            self._function()
+        except BaseException as error:  # handed to whoever waits
+            self._exception = error
+        self._function = _nothing  # lets go of the tensors it holds
+        with self._lock:
+            self._done.set()
+            if self._future is not None:
+                self._complete_future()
+
+    def _complete_future(self) -> None:
+        assert self._future is not None
+        if self._exception is None:
+            self._future.set_result(list(self._result) if isinstance(self._result, tuple) else [self._result])
+        elif isinstance(self._exception, builtins.Exception):
+            self._future.set_exception(self._exception)
+        else:
+            self._future.set_exception(RuntimeError(repr(self._exception)))
+
+
+def _nothing() -> None:
+    return None
+
+
+class Fifo:
+    """The queue of a communicator (or of one direction of a point-to-point channel). The thread starts on first use."""
+
+    def __init__(self, name: str):
+        self._name = name
+        self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._pending = 0
+
+    @property
+    def busy(self) -> bool:
+        """True while a submitted operation has not run: a synchronous call must queue behind it."""
+        return self._pending > 0
+
+    def call(self, function: Callable[[], Any], result: Any, async_op: bool) -> Any:
+        """Runs `function` in its turn. Returns a `Work` if asynchronous, else the result."""
+        if not async_op and not self.busy:
+            function()
+            return result
+        work = Work(function, result)
+        with self._lock:
+            self._pending += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+                self._thread.start()
+        self._queue.put(work)
+        if async_op:
+            return work
+        work.wait()
+        return result
+
+    def drain(self) -> None:
+        """Returns once everything submitted so far has run."""
+        if self.busy:
+            Fifo.call(self, _nothing, None, True).wait()
+
+    def stop(self) -> None:
+        """Ends the worker after what was submitted."""
+        if self._thread is not None:
+            self._queue.put(None)
+            if self._thread is not threading.current_thread():
+                self._thread.join()
+            self._thread = None
+
+    def _serve(self) -> None:
+        while (work := self._queue.get()) is not None:
+            work._run()
+            del work
+            with self._lock:
+                self._pending -= 1
