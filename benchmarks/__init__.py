@@ -1,0 +1,13 @@
+"""Benchmarks of epcomm beside gloo, MPI and the machine's own copy bandwidth.
+
+| module | role |
+| --- | --- |
+| `expert_parallel.py`, `allreduce.py` | the two benches; entry points `run_ep(options)` and `run_allreduce(options)` |
+| `decode_latency.py`, `prefill_throughput.py` | the two standard runs, scripts |
+| `workload.py`, `models.py` | inputs of an expert-parallel case and its float64 oracle; shapes of real models |
+| `epcomm_ep.py`, `competitors/` | what is measured, one contestant per file |
+| `timing.py`, `gate.py` | interleaved and hot-loop timing between ranks |
+| `roofline.py` | the machine's copy bandwidth with all ranks copying at once |
+| `world.py`, `rank.py` | starting rank processes in which all libraries live; the rank's side of it |
+| `results.py`, `tables.py`, `plots.py`, `reporting.py` | the JSON schema; rendering; progress and files |
+"""
