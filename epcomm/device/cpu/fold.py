@@ -17,12 +17,15 @@ from numba.extending import intrinsic
 
 from epcomm.device.cpu.arithmetic import Format, Values, convert, cpu_features
 from epcomm.device.cpu.compile import device
-from epcomm.device.cpu.memory import F32, I8, I32, I64, VECTOR_BYTES, pointer
+from epcomm.device.cpu.memory import F32, I8, I32, I64, VECTOR_BYTES, pointer, word
 
 #: Accumulators of 64 bytes in a block: half of the registers of AVX-512, else half of 512 bytes (AVX2, NEON).
 ACCUMULATORS = 16 if "avx512f" in cpu_features() else 4
-#: How far ahead of the loads streaming loops prefetch, in bytes of each source: the hardware stops at a page's end.
-PREFETCH_BYTES = 2048
+#: Streaming takes narrower blocks: more sources' lines are then on their way from memory at once.
+_STREAMING_ACCUMULATORS = 4
+#: Bytes that streaming fetches ahead of its loads, shared by all sources: with many more, lines are evicted before use.
+_PREFETCH_BYTES = 8192
+_LEAST_PREFETCH_BYTES = 256
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class Fold:
     #: ``(builder, accumulator, num_sources) -> accumulator``, once per column at the end
     finish: Callable[[Any, Any, Any], Any] | None = None
     weighted: bool = False
+    #: when streaming; for sources so short that the hardware's prefetcher is still learning when they end
     prefetch: bool = False
 
     @property
@@ -44,22 +48,25 @@ class Fold:
         """The least number of items that fill whole vectors of both formats."""
         return VECTOR_BYTES // min(self.input.item_bytes, self.output.item_bytes)
 
-    @property
-    def block_items(self) -> int:
+    def block_items(self, accumulators: int) -> int:
+        """Items of whole steps in a block of at most so many accumulators, but at least one step."""
         step_accumulators = self.step_items * self.input.accumulator_bytes // VECTOR_BYTES
-        return self.step_items * max(1, ACCUMULATORS // step_accumulators)
+        return self.step_items * max(1, accumulators // step_accumulators)
 
 
 def _columns(fold: Fold, items: int, streaming: bool = False) -> Any:
-    """Folds columns `first` .. `first + items`; one item is done in scalars."""
+    """Folds columns `first` .. `first + items`; one item is done in scalars.
+
+    The streaming one also prefetches as many columns of `ahead_sources`, from the byte offset `ahead` on.
+    """
     single = items == 1
     in_bytes, out_bytes = items * fold.input.item_bytes, items * fold.output.item_bytes
     one = ir.Constant(F32, 1.0)
 
     @intrinsic
-    def columns(typingctx, destination, sources, weights, num_sources, first):
+    def columns(typingctx, destination, sources, weights, num_sources, first, ahead_sources, ahead):
         def codegen(context, builder, signature, args):
-            destination, sources, weights, num_sources, first = args
+            destination, sources, weights, num_sources, first, ahead_sources, ahead = args
             in_offset = builder.mul(first, I64(fold.input.item_bytes))
             out_offset = builder.mul(first, I64(fold.output.item_bytes))
             if fold.weighted:
@@ -70,14 +77,14 @@ def _columns(fold: Fold, items: int, streaming: bool = False) -> Any:
                 weight_bytes = builder.select(plain, I64(0), I64(4))
 
             def fold_source(k, accumulators):
-                source = builder.load(pointer(builder, builder.add(sources, builder.shl(k, I64(3))), I64))
-                source = builder.add(source, in_offset)
+                source = builder.add(_word(builder, sources, k), in_offset)
                 weight = None
                 if fold.weighted:
                     weight = builder.load(pointer(builder, builder.add(weights, builder.mul(k, weight_bytes)), F32))
                 if streaming and fold.prefetch:
+                    ahead_source = builder.add(_word(builder, ahead_sources, k), ahead)
                     for line in range(0, in_bytes, VECTOR_BYTES):
-                        _prefetch(builder, builder.add(source, I64(PREFETCH_BYTES + line)))
+                        _prefetch(builder, builder.add(ahead_source, I64(line)))
                 values: Values = []
                 for at in range(0, in_bytes, VECTOR_BYTES):
                     values += fold.input.load(builder, builder.add(source, I64(at)), vector=not single)
@@ -96,9 +103,14 @@ def _columns(fold: Fold, items: int, streaming: bool = False) -> Any:
                 fold.output.store(builder, results[index : index + per_vector], at, streaming)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 5), codegen
+        return types.void(*[types.int64] * 7), codegen
 
     return columns
+
+
+def _word(builder: Any, block: Any, index: Any) -> Any:
+    """Word `index` (64 bits) of the block at address `block`."""
+    return builder.load(pointer(builder, builder.add(block, builder.shl(index, I64(3))), I64))
 
 
 def _loop_over_sources(builder: Any, num_sources: Any, fold_source: Callable[[Any, Values | None], Values]) -> Values:
@@ -129,6 +141,15 @@ def _loop_over_sources(builder: Any, num_sources: Any, fold_source: Callable[[An
     return results
 
 
+@intrinsic
+def _prefetch_line(typingctx, address):
+    def codegen(context, builder, signature, args):
+        _prefetch(builder, args[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
 def _prefetch(builder: Any, address: Any) -> None:
     """Fetches a line for reading into all caches; an address that is not mapped does no harm."""
     signature = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
@@ -137,10 +158,17 @@ def _prefetch(builder: Any, address: Any) -> None:
 
 
 def make_fold(fold: Fold) -> Any:
-    """``f(destination, sources, weights, num_sources, num_items, streaming)`` for kernels; at least one source."""
-    item, step, block = _columns(fold, 1), _columns(fold, fold.step_items), _columns(fold, fold.block_items)
-    stream = _columns(fold, fold.block_items, streaming=True)
-    step_items, block_items, out_bytes = fold.step_items, fold.block_items, fold.output.item_bytes
+    """``f(destination, sources, weights, num_sources, num_items, streaming)`` for kernels; at least one source.
+
+    `streaming` is 0, 1, or the address of the sources of the call that follows: as many addresses, whose first bytes
+    are then fetched while this call reads its last.
+    """
+    step_items, block_items = fold.step_items, fold.block_items(ACCUMULATORS)
+    stream_items = fold.block_items(_STREAMING_ACCUMULATORS)
+    item, step, block = _columns(fold, 1), _columns(fold, step_items), _columns(fold, block_items)
+    stream = _columns(fold, stream_items, streaming=True)
+    in_bytes, out_bytes = fold.input.item_bytes, fold.output.item_bytes
+    prefetch = fold.prefetch
 
     @device
     def run(destination, sources, weights, num_sources, num_items, streaming):
@@ -149,19 +177,32 @@ def make_fold(fold: Fold) -> Any:
         if streaming != 0 and unaligned % out_bytes == 0:
             head = min(unaligned // out_bytes, num_items)
             while done < head:
-                item(destination, sources, weights, num_sources, done)
+                item(destination, sources, weights, num_sources, done, 0, 0)
                 done += 1
-            while done + block_items <= num_items:
-                stream(destination, sources, weights, num_sources, done)
-                done += block_items
+            # what lies `distance` ahead may be in this call's sources or in those of the call that follows
+            row_bytes = num_items * in_bytes
+            distance = min(max(_PREFETCH_BYTES // num_sources, _LEAST_PREFETCH_BYTES), row_bytes)
+            if prefetch and streaming == 1:
+                for at in range(0, distance, VECTOR_BYTES):
+                    for k in range(num_sources):
+                        _prefetch_line(word(sources, k) + done * in_bytes + at)
+            following = sources if streaming == 1 else streaming
+            while done + stream_items <= num_items:
+                ahead = done * in_bytes + distance
+                if ahead < row_bytes:
+                    ahead_sources = sources
+                else:
+                    ahead_sources, ahead = following, ahead - row_bytes
+                stream(destination, sources, weights, num_sources, done, ahead_sources, ahead)
+                done += stream_items
         while done + block_items <= num_items:
-            block(destination, sources, weights, num_sources, done)
+            block(destination, sources, weights, num_sources, done, 0, 0)
             done += block_items
         while done + step_items <= num_items:
-            step(destination, sources, weights, num_sources, done)
+            step(destination, sources, weights, num_sources, done, 0, 0)
             done += step_items
         while done < num_items:
-            item(destination, sources, weights, num_sources, done)
+            item(destination, sources, weights, num_sources, done, 0, 0)
             done += 1
 
     return run

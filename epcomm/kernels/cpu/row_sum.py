@@ -30,8 +30,11 @@ def row_sum(input_dtype: torch.dtype, output_dtype: torch.dtype) -> Kernel:
 
     `sources` is the address of `num_sources` addresses, none of which is the destination unless the dtypes are equal;
     `weights` that of as many float32s, or 0 for a plain sum. No sources give zeros. Products are added in the order of
-    k with fused multiply-adds, in float32, or in float64 for a float64 input. With `streaming`, for rows that no cache
-    holds, the sources are prefetched and the stores bypass the caches; the caller fences before it signals.
+    k with fused multiply-adds, in float32, or in float64 for a float64 input.
+
+    `streaming` is for rows that no cache holds: the sources are prefetched, the stores bypass the caches, and the
+    caller fences before it signals. It is 0, 1, or the address of `num_sources` addresses that the next call reads:
+    those rows' first bytes are then fetched during this row's last, half as fast again for two sources of 14 KiB.
     """
     for dtype in (input_dtype, output_dtype):
         if dtype not in ROW_SUM_DTYPES:
