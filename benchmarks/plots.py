@@ -46,7 +46,7 @@ def _plot_expert_parallel(rows: list[dict]) -> Any:
 
     labels = list(dict.fromkeys(row["label"] for row in rows))
     libraries = list(dict.fromkeys(row["library"] for row in rows))
-    figure = Figure(figsize=(12, 1.6 + 0.42 * len(labels)))
+    figure = Figure(figsize=(12, 1.6 + 0.42 * len(labels)), layout="constrained")
     ratio_axes, rate_axes = figure.subplots(1, 2, sharey=True)
     subject = {row["label"]: row for row in rows if row["library"] == SUBJECT}
     height = 0.8 / len(libraries)
@@ -77,7 +77,6 @@ def _plot_expert_parallel(rows: list[dict]) -> Any:
     ratio_axes.set_xlabel("times the time of epcomm (cold, route + dispatch + combine)")
     rate_axes.set_xlabel("payload GB/s per rank (black: copy roofline)")
     rate_axes.legend(fontsize=7)
-    figure.tight_layout()
     return figure
 
 
@@ -85,7 +84,7 @@ def _plot_allreduce(rows: list[dict]) -> Any:
     from matplotlib.figure import Figure
 
     groups = sorted({(row["case"]["ranks"], row["case"]["dtype"]) for row in rows})
-    figure = Figure(figsize=(11, 3.2 * len(groups)))
+    figure = Figure(figsize=(11, 3.2 * len(groups)), layout="constrained")
     grid = figure.subplots(len(groups), 2, squeeze=False)
     for (ranks, dtype), (ratio_axes, rate_axes) in zip(groups, grid, strict=True):
         mine = [row for row in rows if (row["case"]["ranks"], row["case"]["dtype"]) == (ranks, dtype)]
@@ -107,5 +106,4 @@ def _plot_allreduce(rows: list[dict]) -> Any:
             axes.set_xticks(ticks, [size_text(size) for size in ticks], fontsize=6)
             axes.grid(True, linewidth=0.3)
         rate_axes.legend(fontsize=7)
-    figure.tight_layout()
     return figure

@@ -81,11 +81,11 @@ def row(
     }
     if payload_bytes is not None:
         rate = payload_bytes / numbers["p50_us"] / 1e3
-        result |= {"bytes": round(payload_bytes), "gb_per_s": round(rate, 3)}
+        result |= {"bytes": round(payload_bytes), "gb_per_s": float(f"{rate:.4g}")}
         if roofline is not None:
             result |= {
                 "roofline_gb_per_s": roofline["gb_per_s"],
-                "roofline_fraction": round(rate / roofline["gb_per_s"], 3),
+                "roofline_fraction": float(f"{rate / roofline['gb_per_s']:.3g}"),
             }
     if dropped:
         result["dropped"] = True

@@ -36,9 +36,9 @@ def print_document(document: dict, console: Console) -> None:
 def _table(title: str, first: str, *others: str) -> Table:
     """A compact table whose first column is text."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column(first, no_wrap=True)
+    table.add_column(first)
     for column in others:
-        table.add_column(column, justify="right", no_wrap=True)
+        table.add_column(column, justify="right", no_wrap=True, min_width=max(len(column), 4))
     return table
 
 
@@ -62,7 +62,7 @@ def expert_parallel_tables(document: dict) -> list[Table]:
     )
     for label, rows in _by_label(document["rows"]).items():
         table.add_section()
-        table.add_row(f"[bold]{label}[/]", end_section=False)
+        table.add_row(f"[bold]{label}[/]")
         for contestant in _contestants(rows):
             for temperature in _TEMPERATURES:
                 phases = {

@@ -1,8 +1,8 @@
 """Timing between ranks: contestants interleaved, the slowest rank counts, results checked before and after.
 
 In every round the contestants run in a new random order that all ranks share. Each is timed at its first call after
-the others (cold: what they moved has displaced its data from the caches) and at a second call right after (warm).
-`hot_loop` times calls back to back, without a barrier between them.
+one of another family (cold: what that moved has displaced its data from the caches) and at a second call right after
+(warm). `hot_loop` times calls back to back, without a barrier between them.
 """
 
 from __future__ import annotations
@@ -45,6 +45,11 @@ class Contestant:
     steps: Sequence[Step]
     poison: Callable[[], Any]
     check: Callable[[], None]
+
+    @property
+    def family(self) -> str:
+        """The library's first word: contestants of one family share data or state, and would warm it for each other."""
+        return self.library.split()[0]
 
     @property
     def labels(self) -> list[str]:
@@ -144,8 +149,13 @@ def _rounds(
 ) -> dict[str, Timings]:
     cold: dict[str, list[list[int]]] = {item.name: [] for item in contestants}
     again: dict[str, list[list[int]]] = {item.name: [] for item in contestants}
+    previous = ""
     for _ in range(rounds):
         for contestant in order.sample(list(contestants), len(contestants)):
+            strangers = [item for item in contestants if item.family != contestant.family]
+            if contestant.family == previous and strangers:
+                iterate(world, order.choice(strangers))
+            previous = contestant.family
             cold[contestant.name].append(iterate(world, contestant))
             if warm:
                 again[contestant.name].append(iterate(world, contestant))
