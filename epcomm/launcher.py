@@ -1,4 +1,4 @@
-"""`epcomm.launch`: starts ranks on this machine from a script or a notebook, and brings back results or the first error.
+"""`epcomm.launch`: starts ranks on this machine from a script or notebook, and brings back results or the first error.
 
 Process ranks are fresh interpreters that get the function by cloudpickle over a pipe; nothing re-imports the caller's
 main module. They end with their parent, however it ends.
@@ -51,7 +51,7 @@ def launch(fn: Callable[..., Any], num_ranks: int, *args: Any, ranks: str = "pro
     raise ConfigError(f"launch: argument `ranks`: wanted 'processes' or 'threads', got {ranks!r}")
 
 
-def _fail_communicators(launched: LaunchedRank, error: BaseException) -> None:
+def fail_communicators(launched: LaunchedRank, error: BaseException) -> None:
     """Tells the peers of a rank that is about to end with an exception."""
     for reference in launched.runtimes:
         runtime = reference()
@@ -59,7 +59,7 @@ def _fail_communicators(launched: LaunchedRank, error: BaseException) -> None:
             runtime.fail(PeerFailedError(f"{type(error).__name__}: {error} (rank {runtime.rank})"))
 
 
-def _first_failure(errors: list[tuple[float, int, BaseException]]) -> BaseException:
+def first_failure(errors: list[tuple[float, int, BaseException]]) -> BaseException:
     """The cause rather than its echoes: the earliest error that isn't a report of a peer's failure."""
     echoes = (PeerFailedError, PeerLostError)
     return min(errors, key=lambda item: (isinstance(item[2], echoes), item[0]))[2]
@@ -80,7 +80,7 @@ def _launch_threads(fn: Callable[..., Any], num_ranks: int, args: tuple[Any, ...
             results[rank] = fn(*args)
         except BaseException as error:  # re-raised in the caller's thread
             errors.append((time.monotonic(), rank, error))
-            _fail_communicators(launched, error)
+            fail_communicators(launched, error)
 
     threads = [
         threading.Thread(target=contextvars.copy_context().run, args=(run, rank), name=f"epcomm-rank-{rank}")
@@ -91,7 +91,7 @@ def _launch_threads(fn: Callable[..., Any], num_ranks: int, args: tuple[Any, ...
     for thread in threads:
         thread.join()
     if errors:
-        raise _first_failure(errors)
+        raise first_failure(errors)
     return results
 
 
@@ -186,7 +186,7 @@ def _launch_processes(fn: Callable[..., Any], num_ranks: int, args: tuple[Any, .
         for process in processes:
             process.stop(kill=process.answers in waiting)
     if errors:
-        raise _first_failure(errors)
+        raise first_failure(errors)
     return results
 
 
@@ -213,8 +213,8 @@ def _serve(task_read: int, answer_write: int, parent: int) -> None:
             fn, args = pickle.loads(payload)
             answer: tuple[bool, Any] = True, fn(*args)
         except BaseException as error:  # sent to the parent, which raises it
-            answer = False, _with_traceback(error, rank)
-            _fail_communicators(launched, error)
+            answer = False, with_traceback(error, rank)
+            fail_communicators(launched, error)
         del payload
         encoded = _encode(answer, rank)
         with os.fdopen(os.dup(answer_write), "wb") as pipe:
@@ -222,7 +222,7 @@ def _serve(task_read: int, answer_write: int, parent: int) -> None:
         task += 1
 
 
-def _with_traceback(error: BaseException, rank: int) -> BaseException:
+def with_traceback(error: BaseException, rank: int) -> BaseException:
     """Pickling loses the traceback, so its text becomes a note (an attribute before Python 3.11)."""
     text = f"\nThis was raised on rank {rank}:\n{''.join(traceback.format_exception(error))}"
     error.__notes__ = [*getattr(error, "__notes__", []), text]  # type: ignore[attr-defined]
