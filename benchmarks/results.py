@@ -3,7 +3,7 @@
     schema       "epcomm-bench/1"          bench       "expert_parallel" | "allreduce"
     command      list of words             options     the bench's options
     timestamp    UTC, ISO 8601             git         {revision, modified}
-    machine      {cpu, cores, memory_gib, kernel, architecture}
+    machine      {cpu, architecture, cores, caches, memory_gib, kernel, load}
     versions     {epcomm, torch, numpy, numba, mpi4py, openmpi, python}
     absent       {library: reason}         failures    [text]        skipped    [{case, reason}]
     roofline     [{ranks, row_bytes, working_set, gb_per_s, method, methods}]
@@ -182,6 +182,7 @@ def _machine() -> dict:
         "caches": _caches(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "kernel": platform.release(),
+        "load": round(os.getloadavg()[0], 2),  # before the bench: other work makes sleeping libraries slower
     }
 
 

@@ -18,6 +18,8 @@ def print_document(document: dict, console: Console) -> None:
         f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, Linux {machine['kernel']}; "
         + ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     )
+    if machine["load"] > 0.25 * machine["cores"]:
+        console.print(f"[yellow]the machine was busy when this began[/]: load {machine['load']}")
     if document["roofline"]:
         console.print(roofline_table(document))
     if document["rows"]:
