@@ -15,6 +15,8 @@ from epcomm.collectives.ops import Collectives
 from epcomm.collectives.point_to_point import PointToPoint
 from epcomm.errors import ClosedError, ConfigError, UnsupportedError
 from epcomm.kernels.protocol.collectives import collective_regions
+from epcomm.moe.config import make_config
+from epcomm.moe.expert_parallel import ExpertParallel
 from epcomm.runtime import Runtime
 from epcomm.work import Fifo, Work
 
@@ -107,6 +109,7 @@ class Communicator:
         self._binder = Binder(self._runtime, regions, num_channels)
         self._collectives = Collectives(self._runtime, self._binder, self._fifo)
         self._point_to_point = PointToPoint(self._runtime, regions)
+        self._num_handles = 0
 
     # ---- life
 
@@ -281,3 +284,62 @@ class Communicator:
     ) -> Any:
         """Receives from rank `src` into `out` and returns it."""
         return self._point_to_point.transfer("recv", out, src, tag, async_op, timeout)
+
+    # ---- expert parallelism
+
+    def expert_parallel(
+        self,
+        *,
+        num_experts: int,
+        topk: int,
+        hidden: int,
+        max_tokens: int,
+        dtype: torch.dtype = torch.bfloat16,
+        mode: str = "throughput",
+        layout: str | None = None,
+        alignment: int = 1,
+        placement: Sequence[int] | None = None,
+        max_recv_rows: int | None = None,
+        blocks: int = 3,
+    ) -> ExpertParallel:
+        """Collective: a handle for the dispatch and combine of one shape of MoE layer.
+
+        Args:
+            num_experts, topk: of the layer. hidden, dtype: of its rows. max_tokens: per rank and call. `topk`, `hidden`
+                and `dtype` only size memory: calls may be smaller.
+            mode: "throughput" exchanges counts once per routing (training, prefill); "latency" in every dispatch, with
+                a local `route` (decode).
+            layout: how received rows lie. "contiguous" (throughput's default): [rows, hidden] grouped by local expert,
+                each group padded with zero rows to a multiple of `alignment`. "padded" (latency's): [local experts,
+                size * max_tokens, hidden], each expert's rows from 0 on. "flat": [rows, hidden], one row per token.
+            placement: rank of each expert; default: contiguous blocks whose sizes differ by at most 1.
+            max_recv_rows: rows of a receive block; default: the worst case (memory is taken only as it is used).
+            blocks: receive blocks (and output blocks): results that may be alive at once, plus one.
+
+        Raises:
+            ConfigError: an argument is wrong. MismatchError: ranks passed different ones.
+        """
+        where = f"rank {self.rank}: expert_parallel"
+        try:
+            config = make_config(
+                where,
+                self.size,
+                num_experts=num_experts,
+                topk=topk,
+                hidden=hidden,
+                max_tokens=max_tokens,
+                dtype=dtype,
+                mode=mode,
+                layout=layout,
+                alignment=alignment,
+                placement=placement,
+                max_recv_rows=max_recv_rows,
+                blocks=blocks,
+            )
+        except ConfigError as error:
+            raise self._runtime.reject(error) from None
+        self._fifo.drain()
+        self._runtime.run(self._binder.barrier(config.text))  # all ranks want the same handle
+        name = f"handle {self._num_handles}"
+        self._num_handles += 1
+        return ExpertParallel(self._runtime, self._fifo, config, name, self._binder.barrier(f"close({name})"))

@@ -1,0 +1,234 @@
+"""Combine: every rank reads the expert outputs of its tokens from their owners' output blocks and sums them.
+
+Roles and phases
+  1  all programs: copy their share of y into the output block, unless the experts wrote there; the last to finish
+     raises READY at every peer.
+  2  all programs: wait for every peer's READY, then sum the rows of their share of the tokens, in slot order (flat: in
+     rank order), in float32 (float64 for float64), rounded once; the last to finish raises DONE at every peer.
+
+Edges
+  WAR  DONE, before staging: every peer has read what the output block held before.
+  RAW  READY: the peer's expert outputs are in the output block whose number it carries.
+"""
+
+from __future__ import annotations
+
+from epcomm.device import control
+from epcomm.device.cpu.compile import device, kernel
+from epcomm.device.cpu.function import call6
+from epcomm.device.cpu.memory import (
+    copy,
+    fence,
+    load32,
+    load_acquire,
+    load_float,
+    set_word,
+    store64,
+    store_float,
+    word,
+)
+from epcomm.device.cpu.waiting import meet, signal, wait
+from epcomm.kernels.cpu.counts import base_of, signal_word
+from epcomm.kernels.cpu.phases import announce, arrive, follow
+from epcomm.kernels.protocol import expert_parallel as protocol
+from epcomm.kernels.protocol import sites
+
+
+@device
+def _await_readers(ctx, state, read):
+    """Waits until every peer has read combine `read`."""
+    me, size = word(ctx, control.RANK), word(ctx, control.SIZE)
+    for distance in range(size):
+        rank = (me + distance) % size
+        done = signal_word(ctx, state, protocol.DONE, me, rank)
+        status = wait(ctx, done, read, rank, sites.COMBINE_READ)  # WAR
+        if status != control.OK:
+            return status
+    return control.OK
+
+
+@device
+def _output_block(ctx, state, rank, epoch):
+    """Address of the output block that `rank` named in its READY of this epoch."""
+    ready = signal_word(ctx, state, protocol.READY + (epoch & 1), word(ctx, control.RANK), rank)
+    # the number comes from a peer: never let it lead outside of the segment
+    block = min(load_acquire(ready) & protocol.PAYLOAD_MASK, word(state, protocol.NUM_OUTPUTS) - 1)
+    return base_of(state, rank) + word(state, protocol.OUTPUTS) + block * word(state, protocol.OUTPUT_BYTES)
+
+
+@device
+def _stage(ctx, args, state, program, num_programs):
+    """Copies this program's share of each local expert's rows (flat: of all rows) into the output block."""
+    routing, me, size = word(args, protocol.ROUTING), word(ctx, control.RANK), word(ctx, control.SIZE)
+    offset = word(state, protocol.OUTPUTS) + word(args, protocol.BLOCK) * word(state, protocol.OUTPUT_BYTES)
+    block = base_of(state, me) + offset
+    if word(state, protocol.LAYOUT) != protocol.PADDED:
+        _stage_rows(args, block, 0, load32(word(routing, protocol.ROWS_OF) + 4 * me), program, num_programs)
+        return
+    order, order_start = word(state, protocol.ORDER), word(state, protocol.ORDER_START)
+    table, columns = word(routing, protocol.TABLE), word(state, protocol.NUM_EXPERTS) + size
+    first_expert = load32(order_start + 4 * me)
+    for at in range(first_expert, load32(order_start + 4 * (me + 1))):
+        rows = 0
+        for source in range(size):
+            rows += load32(table + 4 * (source * columns + load32(order + 4 * at)))
+        start = (at - first_expert) * size * word(state, protocol.MAX_TOKENS)
+        _stage_rows(args, block, start, rows, program, num_programs)
+
+
+@device
+def _stage_rows(args, block, start, num_rows, program, num_programs):
+    first, last = start + num_rows * program // num_programs, start + num_rows * (program + 1) // num_programs
+    for i in range(word(args, protocol.NUM_TENSORS)):
+        tensor = word(args, protocol.TENSORS) + 8 * protocol.TENSOR_WORDS * i
+        num_bytes, stride = word(tensor, protocol.T_ROW_BYTES), word(tensor, protocol.T_STRIDE)
+        source, to = word(tensor, protocol.T_ADDRESS), block + word(tensor, protocol.T_OFFSET)
+        if stride == num_bytes:
+            copy(to + first * num_bytes, source + first * num_bytes, (last - first) * num_bytes)
+        else:
+            for row in range(first, last):
+                copy(to + row * num_bytes, source + row * stride, num_bytes)
+
+
+@device
+def _gather_slots(ctx, args, state, epoch, token, rows, weights, slots):
+    """Block addresses and row numbers of a token's expert rows (pairs in `rows`), their weights; returns how many.
+
+    `slots` gets, for each slot, the number of its row, or -1. A slot that repeats an expert adds its weight.
+    """
+    routing = word(args, protocol.ROUTING)
+    topk, given = word(routing, protocol.TOPK), word(args, protocol.WEIGHTS)
+    owner, base = word(state, protocol.OWNER), word(routing, protocol.BASE)
+    count = 0
+    for slot in range(topk):
+        at = token * topk + slot
+        expert = load32(word(routing, protocol.EXPERT) + 4 * at)
+        if expert >= 0:
+            block = _output_block(ctx, state, load32(owner + 4 * expert), epoch)
+            set_word(rows, 2 * count, block)
+            set_word(rows, 2 * count + 1, load32(base + 4 * expert) + load32(word(routing, protocol.POSITION) + 4 * at))
+            if given != 0:
+                store_float(weights + 4 * count, load_float(given + 4 * at))
+            set_word(slots, slot, count)
+            count += 1
+        elif expert == -1:
+            set_word(slots, slot, -1)
+        else:
+            number = word(slots, -2 - expert)
+            set_word(slots, slot, number)
+            if given != 0:
+                store_float(weights + 4 * number, load_float(weights + 4 * number) + load_float(given + 4 * at))
+    return count
+
+
+@device
+def _gather_ranks(ctx, args, state, epoch, token, rows):
+    """Flat layout: block addresses and row numbers of a token's rows, in rank order; returns how many."""
+    routing, size = word(args, protocol.ROUTING), word(ctx, control.SIZE)
+    base = word(routing, protocol.BASE) + 4 * word(state, protocol.NUM_EXPERTS)
+    count = 0
+    for rank in range(size):
+        position = load32(word(routing, protocol.RANK_POSITION) + 4 * (token * size + rank))
+        if position >= 0:
+            set_word(rows, 2 * count, _output_block(ctx, state, rank, epoch))
+            set_word(rows, 2 * count + 1, load32(base + 4 * rank) + position)
+            count += 1
+    return count
+
+
+@device
+def _sum_token(args, token, count, rows, weights, sources, streaming):
+    """out[token] = bias[token] + the weighted sum of `count` rows, for every tensor."""
+    given = word(args, protocol.WEIGHTS) != 0
+    for i in range(word(args, protocol.NUM_TENSORS)):
+        tensor = word(args, protocol.TENSORS) + 8 * protocol.TENSOR_WORDS * i
+        offset, num_bytes = word(tensor, protocol.T_OFFSET), word(tensor, protocol.T_ROW_BYTES)
+        for k in range(count):
+            set_word(sources, k, word(rows, 2 * k) + offset + word(rows, 2 * k + 1) * num_bytes)
+        num_sources = count
+        bias = word(tensor, protocol.T_BIAS)
+        if bias != 0:
+            store64(sources + 8 * count, bias + token * word(tensor, protocol.T_BIAS_STRIDE))
+            store_float(weights + 4 * count, 1.0)
+            num_sources += 1
+        out = word(tensor, protocol.T_OUT) + token * word(tensor, protocol.T_OUT_STRIDE)
+        call6(
+            word(tensor, protocol.T_ROW_SUM),
+            out,
+            sources,
+            weights if given else 0,
+            num_sources,
+            word(tensor, protocol.T_ELEMENTS),
+            streaming,
+        )
+
+
+@device
+def _write_slots(args, token, topk, rows, weights, slots, sources, streaming):
+    """out[token, slot] = the slot's row, zeros for a slot without expert (reduce=False)."""
+    given = word(args, protocol.WEIGHTS)
+    for i in range(word(args, protocol.NUM_TENSORS)):
+        tensor = word(args, protocol.TENSORS) + 8 * protocol.TENSOR_WORDS * i
+        for slot in range(topk):
+            number = word(slots, slot)
+            if number >= 0:
+                row = word(rows, 2 * number + 1) * word(tensor, protocol.T_ROW_BYTES)
+                set_word(sources, 0, word(rows, 2 * number) + word(tensor, protocol.T_OFFSET) + row)
+            out = word(tensor, protocol.T_OUT) + (token * topk + slot) * word(tensor, protocol.T_OUT_STRIDE)
+            weight = given + 4 * (token * topk + slot) if given != 0 else 0
+            elements, row_sum = word(tensor, protocol.T_ELEMENTS), word(tensor, protocol.T_ROW_SUM)
+            call6(row_sum, out, sources, weight, 1 if number >= 0 else 0, elements, streaming)
+
+
+@kernel("combine")
+def combine(ctx, args, program, num_programs):
+    state, routing = word(args, protocol.STATE), word(args, protocol.ROUTING)
+    me, size = word(ctx, control.RANK), word(ctx, control.SIZE)
+    epoch = word(state, protocol.COMBINE_EPOCH) + 1
+    kind = protocol.READY + (epoch & 1)
+    status = control.OK
+    staged = word(args, protocol.STAGE_AFTER) >= 0
+    if staged:
+        if program == 0:
+            status = _await_readers(ctx, state, word(args, protocol.STAGE_AFTER))
+            announce(state, protocol.COMBINE_PHASE, epoch, status)
+        else:
+            status = follow(ctx, state, protocol.COMBINE_PHASE, epoch, sites.COMBINE_READ)
+        if status != control.OK:
+            return status
+        _stage(ctx, args, state, program, num_programs)
+    if arrive(state, num_programs):
+        for distance in range(size):
+            rank = (me + distance) % size
+            ready = signal_word(ctx, state, kind, rank, me)
+            signal(ready, epoch << protocol.PAYLOAD_BITS | word(args, protocol.BLOCK))
+    for distance in range(size):  # its own too: another of this rank's programs may still be staging
+        rank = (me + distance) % size
+        ready = signal_word(ctx, state, kind, me, rank)
+        status = meet(ctx, ready, epoch << protocol.PAYLOAD_BITS, rank, sites.COMBINE_READY)  # RAW
+        if status != control.OK:
+            return status
+    topk, num_tokens = word(routing, protocol.TOPK), word(routing, protocol.NUM_TOKENS)
+    moved = word(routing, protocol.TOTAL_ROWS) * word(args, protocol.ROW_BYTES_TOTAL)
+    streaming = moved > word(state, protocol.STREAMING_BYTES)
+    scratch = word(state, protocol.SCRATCH) + program * word(state, protocol.SCRATCH_BYTES)
+    most = max(topk, size) + 1
+    rows, slots, sources, weights = scratch, scratch + 16 * most, scratch + 24 * most, scratch + 32 * most
+    flat = word(state, protocol.LAYOUT) == protocol.FLAT
+    for token in range(num_tokens * program // num_programs, num_tokens * (program + 1) // num_programs):
+        if flat:
+            count = _gather_ranks(ctx, args, state, epoch, token, rows)
+        else:
+            count = _gather_slots(ctx, args, state, epoch, token, rows, weights, slots)
+        if word(args, protocol.REDUCE):
+            _sum_token(args, token, count, rows, weights, sources, streaming)
+        else:
+            _write_slots(args, token, topk, rows, weights, slots, sources, streaming)
+    if streaming:
+        fence()
+    if arrive(state, num_programs):
+        set_word(state, protocol.COMBINE_EPOCH, epoch)
+        for distance in range(size):
+            rank = (me + distance) % size
+            signal(signal_word(ctx, state, protocol.DONE, rank, me), epoch)
+    return control.OK

@@ -1,0 +1,105 @@
+"""Exchange of counts, and from everyone's counts the exact place of every row. Throughput routing does it once.
+
+Edges
+  RAW  COUNTS of epoch e from a peer: its counts are in this rank's table of parity e.
+  WAR  the table of parity e was copied out by its owner before it raised COUNTS of e - 1, which this rank waited for.
+"""
+
+from __future__ import annotations
+
+from epcomm.device import control
+from epcomm.device.control import LINE
+from epcomm.device.cpu.compile import device, kernel
+from epcomm.device.cpu.memory import copy_bytes, load32, set_word, store32, word
+from epcomm.device.cpu.waiting import meet, signal
+from epcomm.kernels.protocol import expert_parallel as protocol
+from epcomm.kernels.protocol import sites
+
+
+@device
+def base_of(state, rank):
+    """Address of `rank`'s copy of the handle's segment."""
+    return word(word(state, protocol.BASES), rank)
+
+
+@device
+def signal_word(ctx, state, kind, at, source):
+    """Address, at rank `at`, of the word of `kind` that `source` raises."""
+    return base_of(state, at) + (kind * word(ctx, control.SIZE) + source) * LINE
+
+
+@device
+def _table(ctx, state, epoch):
+    """Offset of the count table of an exchange."""
+    size = word(ctx, control.SIZE)
+    row = 4 * (word(state, protocol.NUM_EXPERTS) + size)
+    return word(state, protocol.COUNT_TABLE) + (epoch & 1) * size * row
+
+
+@device
+def push_counts(ctx, state, routing, rank, epoch):
+    """Puts this rank's counts into `rank`'s table; the caller signals."""
+    me, row = word(ctx, control.RANK), 4 * (word(state, protocol.NUM_EXPERTS) + word(ctx, control.SIZE))
+    copy_bytes(base_of(state, rank) + _table(ctx, state, epoch) + me * row, word(routing, protocol.OWN_COUNTS), row)
+
+
+@device
+def place_rows(ctx, state, routing, epoch):
+    """Copies the table of `epoch` out and computes where rows go. CAPACITY if some rank's rows exceed its block."""
+    me, size, num_experts = word(ctx, control.RANK), word(ctx, control.SIZE), word(state, protocol.NUM_EXPERTS)
+    layout, alignment = word(state, protocol.LAYOUT), word(state, protocol.ALIGNMENT)
+    columns = num_experts + size
+    table, base, rows_of = word(routing, protocol.TABLE), word(routing, protocol.BASE), word(routing, protocol.ROWS_OF)
+    copy_bytes(table, base_of(state, me) + _table(ctx, state, epoch), 4 * size * columns)
+    order, order_start = word(state, protocol.ORDER), word(state, protocol.ORDER_START)
+    per_expert = size * word(state, protocol.MAX_TOKENS)
+    most, all_rows = 0, 0
+    for rank in range(size):
+        rows = 0
+        if layout == protocol.FLAT:
+            for source in range(size):
+                if source == me:
+                    store32(base + 4 * (num_experts + rank), rows)
+                rows += load32(table + 4 * (source * columns + num_experts + rank))
+        else:
+            start = load32(order_start + 4 * rank)
+            for number in range(load32(order_start + 4 * (rank + 1)) - start):
+                expert = load32(order + 4 * (start + number))
+                row = number * per_expert if layout == protocol.PADDED else rows
+                for source in range(size):
+                    if source == me:
+                        store32(base + 4 * expert, row)
+                    row += load32(table + 4 * (source * columns + expert))
+                if layout == protocol.PADDED:
+                    rows += row - number * per_expert
+                else:
+                    rows = (row + alignment - 1) // alignment * alignment
+        store32(rows_of + 4 * rank, rows)
+        most = max(most, rows)
+        all_rows += rows
+    set_word(routing, protocol.MOST_ROWS, most)
+    set_word(routing, protocol.TOTAL_ROWS, all_rows)
+    if layout != protocol.PADDED and most > word(state, protocol.CAPACITY):
+        return control.CAPACITY
+    return control.OK
+
+
+@kernel("exchange_counts")
+def exchange_counts(ctx, args, program, num_programs):
+    if program != 0:
+        return control.OK
+    routing, state = word(args, protocol.ROUTING), word(args, protocol.STATE)
+    me, size = word(ctx, control.RANK), word(ctx, control.SIZE)
+    epoch = word(state, protocol.COUNT_EPOCH) + 1
+    set_word(state, protocol.COUNT_EPOCH, epoch)
+    kind = protocol.COUNTS + (epoch & 1)
+    for distance in range(size):
+        rank = (me + distance) % size
+        push_counts(ctx, state, routing, rank, epoch)
+        signal(signal_word(ctx, state, kind, rank, me), epoch)
+    for distance in range(1, size):
+        rank = (me + distance) % size
+        status = meet(ctx, signal_word(ctx, state, kind, me, rank), epoch, rank, sites.ROUTE_COUNTS)  # RAW
+        if status != control.OK:
+            return status
+    return place_rows(ctx, state, routing, epoch)

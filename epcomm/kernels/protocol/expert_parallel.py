@@ -1,0 +1,110 @@
+"""Words and regions of an expert-parallel handle: what route, dispatch and combine of all ranks agree on.
+
+A handle's symmetric segment holds signal words, the exchanged counts, receive blocks (written by peers) and output
+blocks (read by peers). Words that carry a payload, and the counts they describe, exist twice by epoch parity; every
+rank waits for every peer in each operation, so no one is ever more than one epoch ahead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from epcomm.device.control import LINE
+from epcomm.heap.layout import PAGE, Layout, align_up
+
+# ---- layouts of the receive blocks
+CONTIGUOUS, PADDED, FLAT = range(3)
+
+# ---- signal words: [kind, source rank] lines in the handle's segment, raised by the source rank
+COUNTS = 0  # (2, by parity) counts of an exchange are in the table
+GRANT = 2  # (2, by parity) epoch << PAYLOAD_BITS | receive block that the sender may write to
+ROWS = 4  # all rows of a dispatch are delivered
+READY = 5  # (2, by parity) epoch << PAYLOAD_BITS | output block that holds the expert outputs
+DONE = 7  # all rows of a combine were read
+NUM_KINDS = 8
+PAYLOAD_BITS = 8
+PAYLOAD_MASK = (1 << PAYLOAD_BITS) - 1
+
+# ---- handle state block (words)
+NUM_EXPERTS, MAX_TOKENS, LAYOUT, ALIGNMENT, CAPACITY = 0, 1, 2, 3, 4  # capacity in rows per receive block
+BASES = 5  # address of the table of the segment's bases, by rank
+COUNT_TABLE = 6  # offset of [2, size, num_experts + size] int32 counts
+BLOCKS, BLOCK_BYTES = 7, 8  # receive blocks
+OUTPUTS, OUTPUT_BYTES = 9, 10  # output blocks
+TOKEN_REGION, WEIGHT_REGION, INDEX_REGION = 11, 12, 13  # offsets in a receive block
+OWNER, LOCAL, ORDER = 14, 15, 16  # addresses of int32 [num_experts]: rank, local number; experts by (rank, local number)
+ORDER_START = 17  # address of int32 [size + 1]: where each rank's experts start in ORDER
+MARKS = 18  # address of int32 scratch [2, num_experts] and [size]
+SCRATCH, SCRATCH_BYTES = 19, 20  # address of scratch memory per program, bytes each
+COUNT_EPOCH, DISPATCH_EPOCH, COMBINE_EPOCH = 21, 22, 23
+DONE_SEEN = 24  # the last combine that all peers were seen to have read
+TICKET = 25  # programs of this rank that arrived at the end of a phase
+DISPATCH_PHASE, COMBINE_PHASE = 26, 27  # epoch << PAYLOAD_BITS | status of program 0's phase, which others wait for
+STREAMING_BYTES = 28  # rows go past the caches when all ranks together move more
+NUM_BLOCKS, NUM_OUTPUTS = 29, 30
+STATE_WORDS = 31
+
+# ---- routing block (words), private memory; arrays are int32
+NUM_TOKENS, TOPK, INDEX_BYTES = 0, 1, 2
+EXPERT = 3  # address of [tokens, topk]: expert; -1 none; -2 - j: the same expert as slot j of this token
+POSITION = 4  # address of [tokens, topk]: the row's place among this rank's rows for that expert
+RANK_POSITION = 5  # address of [tokens, size]: the token's place among this rank's rows for that rank, or -1 (flat)
+OWN_COUNTS = 6  # address of [num_experts + size]: rows per expert, then tokens per rank
+TABLE = 7  # address of [size, num_experts + size]: everyone's counts, once exchanged
+BASE = 8  # address of [num_experts + size]: receiver's row of this rank's first row, per expert (flat: per rank)
+ROWS_OF = 9  # address of [size]: rows of each rank's receive block
+MOST_ROWS = 10  # the largest of them: what a capacity error asks for
+TOTAL_ROWS = 11  # rows that all ranks receive
+BAD_SLOT = 12  # first index out of range
+ROUTING_WORDS = 13
+
+# ---- parameter block
+STATE = 6
+LATENCY = 7  # dispatch: exchange counts with the grants
+NUM_TENSORS = 8
+ROW_BYTES_TOTAL = 9
+ROUTING, TENSORS, WEIGHTS, BLOCK = 0, 1, 2, 3  # call words: addresses, and the block this rank grants or outputs in
+INDEX = 1  # route: address of topk_idx
+STAGE_AFTER = 4  # combine: copy y into the block once this epoch's combine was read by all; -1: y is in the block
+REDUCE = 10  # combine: 1 sums a token's rows, 0 writes one row per slot
+NUM_WORDS = 11
+
+# ---- tensors table: one record per tensor of x (dispatch) or y (combine)
+T_ADDRESS, T_STRIDE, T_ROW_BYTES, T_OFFSET = 0, 1, 2, 3  # bytes; offset of its rows in a block
+T_OUT, T_OUT_STRIDE, T_ELEMENTS, T_ROW_SUM, T_BIAS, T_BIAS_STRIDE = 4, 5, 6, 7, 8, 9  # combine only
+TENSOR_WORDS = 10
+MAX_TENSORS = 16
+
+
+@dataclass(frozen=True)
+class BlockRegions:
+    """Byte offsets in one receive block."""
+
+    token: int  # [capacity] int32: the row's token on its source rank
+    weight: int  # float32 [capacity] (contiguous) or [capacity, topk] (flat)
+    index: int  # [capacity, topk] of the caller's index dtype (flat)
+    rows: int
+    size: int
+
+
+def block_regions(layout: int, capacity: int, topk: int, row_bytes: int) -> BlockRegions:
+    """Where a receive block of `capacity` rows of `row_bytes` keeps its rows and what describes them."""
+    per_row = topk if layout == FLAT else 1
+    regions = Layout()
+    return BlockRegions(
+        token=regions.add("token", capacity * 4),
+        weight=regions.add("weight", 0 if layout == PADDED else capacity * per_row * 4),
+        index=regions.add("index", capacity * topk * 8 if layout == FLAT else 0),
+        rows=regions.add("rows", rows_bytes(capacity, row_bytes)),
+        size=align_up(regions.size, PAGE),
+    )
+
+
+def rows_bytes(capacity: int, row_bytes: int) -> int:
+    """Bytes of `capacity` rows that several tensors share, each aligned to a line."""
+    return align_up(capacity * row_bytes + MAX_TENSORS * LINE, PAGE)
+
+
+def word_offset(kind: int, source: int, size: int) -> int:
+    """Byte offset of a signal word in the handle's segment."""
+    return (kind * size + source) * LINE

@@ -1,0 +1,66 @@
+"""Blocks of a handle's symmetric memory that are lent to results, and come back when the last tensor on them is gone."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from epcomm.heap.cpu import Mapping
+
+
+class Lease:
+    """A block on loan. It returns to its pool when nothing refers to it any more."""
+
+    __slots__ = ("_pool", "index")
+
+    def __init__(self, pool: BlockPool, index: int):
+        self._pool, self.index = pool, index
+
+    def __del__(self) -> None:
+        self._pool.free.append(self.index)  # one append: safe from whichever thread drops the last reference
+
+
+class _LeasedBuffer(np.ndarray):
+    """A block's bytes; torch keeps this object for as long as a storage on it lives, and it keeps the lease."""
+
+    lease: Lease
+
+
+class BlockPool:
+    """The blocks of one kind in this rank's part of a segment."""
+
+    def __init__(self, mapping: Mapping, offset: int, block_bytes: int, num_blocks: int):
+        self.address, self.block_bytes, self.num_blocks = mapping.address + offset, block_bytes, num_blocks
+        self.free = list(range(num_blocks))
+        self._arrays = [mapping.array(offset + i * block_bytes, block_bytes) for i in range(num_blocks)]
+
+    def take(self) -> Lease | None:
+        """The free block with the lowest number (the one most likely in cache), or None."""
+        if not self.free:
+            return None
+        index = min(self.free)
+        self.free.remove(index)
+        return Lease(self, index)
+
+    def buffer(self, lease: Lease) -> np.ndarray:
+        """The block's bytes, as an object that keeps the lease."""
+        buffer = self._arrays[lease.index].view(_LeasedBuffer)
+        buffer.lease = lease
+        return buffer
+
+    def locate(self, address: int) -> tuple[int, int] | None:
+        """Block number and offset of an address in this pool, or None."""
+        offset = address - self.address
+        if 0 <= offset < self.block_bytes * self.num_blocks:
+            return divmod(offset, self.block_bytes)
+        return None
+
+
+def tensor_at(buffer: np.ndarray, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor on a buffer's memory at a byte offset; it keeps the buffer alive."""
+    count = 1
+    for extent in shape:
+        count *= extent
+    if count == 0:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset).view(shape)

@@ -1,0 +1,116 @@
+"""Validation of what users pass to route, dispatch and combine: on the host, before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from epcomm.errors import CapacityError, ConfigError
+from epcomm.kernels.protocol.expert_parallel import MAX_TENSORS
+
+
+def describe(tensor: Any) -> str:
+    """dtype and shape of a tensor, or the type of something else."""
+    if isinstance(tensor, torch.Tensor):
+        return f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+    return type(tensor).__name__
+
+
+def as_tuple(where: str, name: str, value: Any) -> tuple[torch.Tensor, ...]:
+    """A tensor or tuple of tensors as a tuple of 1 to 16."""
+    tensors = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    if not 1 <= len(tensors) <= MAX_TENSORS:
+        raise ConfigError(f"{where}: argument `{name}`: wanted 1 to {MAX_TENSORS} tensors, got {len(tensors)}")
+    return tensors
+
+
+def check_indices(where: str, topk_idx: Any, max_tokens: int, max_topk: int) -> torch.Tensor:
+    """[num_tokens, topk] int32 or int64 on cpu, contiguous."""
+    if (
+        not isinstance(topk_idx, torch.Tensor)
+        or topk_idx.dim() != 2
+        or topk_idx.dtype not in (torch.int64, torch.int32)
+        or topk_idx.device.type != "cpu"
+    ):
+        raise ConfigError(
+            f"{where}: argument `topk_idx`: wanted int32 or int64 [num_tokens, topk] on cpu, got {describe(topk_idx)}"
+        )
+    num_tokens, topk = topk_idx.shape
+    if num_tokens > max_tokens:
+        raise CapacityError(f"{where}: argument `topk_idx`: wanted at most max_tokens={max_tokens}, got {num_tokens}")
+    if topk > max_topk:
+        raise CapacityError(f"{where}: argument `topk_idx`: wanted at most topk={max_topk} per token, got {topk}")
+    return topk_idx.contiguous()
+
+
+def check_rows(
+    where: str, name: str, tensor: Any, leading: Sequence[int], dtypes: Sequence[torch.dtype] | None = None
+) -> torch.Tensor:
+    """[*leading, any width >= 1] on cpu; made contiguous within a row if it isn't."""
+    wanted_dtype = "any dtype" if dtypes is None else " or ".join(str(dtype) for dtype in dtypes)
+    if (
+        not isinstance(tensor, torch.Tensor)
+        or tuple(tensor.shape[:-1]) != tuple(leading)
+        or tensor.dim() == 0
+        or tensor.shape[-1] < 1
+        or tensor.device.type != "cpu"
+        or (dtypes is not None and tensor.dtype not in dtypes)
+    ):
+        shape = ", ".join([*map(str, leading), "hidden"])
+        raise ConfigError(f"{where}: argument `{name}`: wanted [{shape}] of {wanted_dtype} on cpu, got {describe(tensor)}")
+    tensor = tensor.detach()
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+def check_weights(where: str, weights: Any, num_tokens: int, topk: int) -> torch.Tensor:
+    """[num_tokens, topk] of a float dtype on cpu, as contiguous float32."""
+    if (
+        not isinstance(weights, torch.Tensor)
+        or tuple(weights.shape) != (num_tokens, topk)
+        or not weights.dtype.is_floating_point
+        or weights.device.type != "cpu"
+    ):
+        raise ConfigError(
+            f"{where}: argument `topk_weights`: wanted floats [{num_tokens}, {topk}] on cpu, got {describe(weights)}"
+        )
+    return weights.detach().to(torch.float32).contiguous()
+
+
+def check_row_bytes(where: str, name: str, total: int, most: int) -> None:
+    """The rows of all tensors together must fit in a row of the memory that was reserved."""
+    if total > most:
+        raise CapacityError(
+            f"{where}: argument `{name}`: wanted rows of at most {most} bytes together (hidden * dtype of "
+            f"expert_parallel), got {total}"
+        )
+
+
+def check_out(
+    where: str,
+    out: Any,
+    shapes: Sequence[tuple[int, ...]],
+    default_dtypes: Sequence[torch.dtype],
+    dtypes: Sequence[torch.dtype],
+) -> tuple[torch.Tensor, ...]:
+    """The caller's result tensors if they fit, else an error; new ones if there are none."""
+    if out is None:
+        return tuple(torch.empty(shape, dtype=dtype) for shape, dtype in zip(shapes, default_dtypes, strict=True))
+    outs = as_tuple(where, "out", out)
+    if len(outs) != len(shapes):
+        raise ConfigError(f"{where}: argument `out`: wanted {len(shapes)} tensors, got {len(outs)}")
+    for tensor, shape in zip(outs, shapes, strict=True):
+        is_strided_rows = isinstance(tensor, torch.Tensor) and tensor.dim() == 2 and tensor.stride(1) == 1
+        if (
+            not isinstance(tensor, torch.Tensor)
+            or tuple(tensor.shape) != shape
+            or tensor.dtype not in dtypes
+            or tensor.device.type != "cpu"
+            or not (tensor.is_contiguous() or is_strided_rows)
+        ):
+            names = " or ".join(str(dtype) for dtype in dtypes)
+            raise ConfigError(
+                f"{where}: argument `out`: wanted {shape} of {names} on cpu with contiguous rows, got {describe(tensor)}"
+            )
+    return outs

@@ -1,0 +1,102 @@
+"""A handle's memory: its symmetric segment, the state block its kernels share, and the pools of blocks."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from epcomm.device.control import GENERATION_SHIFT, LINE
+from epcomm.heap.layout import Layout
+from epcomm.kernels.protocol import expert_parallel as protocol
+from epcomm.moe.blocks import BlockPool
+from epcomm.moe.config import LAYOUTS, Config
+from epcomm.runtime import Runtime
+
+_PREFAULTED_BLOCKS = 2  # of each kind: a steady loop alternates between at most two
+
+
+def _last_level_cache_bytes() -> int:
+    """Size of the largest cache of this machine's first core; 32 MiB if it can't be told."""
+    try:
+        with open("/sys/devices/system/cpu/cpu0/cache/index3/size") as file:
+            return int(file.read().strip().removesuffix("K")) << 10
+    except (OSError, ValueError):
+        return 32 << 20
+
+
+class Memory:
+    """Collective to make: every rank maps every rank's segment."""
+
+    def __init__(self, runtime: Runtime, config: Config):
+        size, layout_code = runtime.size, LAYOUTS[config.layout]
+        row_bytes = config.hidden * config.dtype.itemsize
+        self.capacity = config.capacity(size)
+        self.regions = protocol.block_regions(layout_code, self.capacity, config.topk, row_bytes)
+        output_bytes = protocol.rows_bytes(self.capacity, row_bytes)
+        layout = Layout()
+        layout.add("words", protocol.NUM_KINDS * size * LINE)
+        table = layout.add("count table", 2 * size * (config.num_experts + size) * 4)
+        blocks = layout.add("receive blocks", config.blocks * self.regions.size)
+        outputs = layout.add("output blocks", config.blocks * output_bytes)
+        self.layout = layout
+        balanced = config.balanced_rows(size) * row_bytes
+        prefault = [(0, blocks)]
+        if layout_code != protocol.PADDED:  # which rows of a padded block are used depends on the routing
+            for i in range(min(config.blocks, _PREFAULTED_BLOCKS)):
+                prefault.append((blocks + i * self.regions.size + self.regions.rows, balanced))
+                prefault.append((outputs + i * output_bytes, balanced))
+        self.segment = runtime.segment(layout.size, prefault)
+        own = self.segment.own
+        self.receive = BlockPool(own, blocks, self.regions.size, config.blocks)
+        # the last output block is for staging; the others are lent by output_buffer()
+        self.outputs = BlockPool(own, outputs, output_bytes, config.blocks)
+        self.outputs.free = list(range(config.blocks - 1))
+        self._tables = self._placement_tables(config, size)
+        self._marks = np.zeros(2 * config.num_experts + size, dtype=np.int32)
+        scratch_words = 5 * (max(config.topk, size) + 1)
+        self._scratch = np.zeros(runtime.num_threads * scratch_words, dtype=np.int64)
+        self.state = state = np.zeros(protocol.STATE_WORDS, dtype=np.int64)
+        for word, value in (
+            (protocol.NUM_EXPERTS, config.num_experts),
+            (protocol.MAX_TOKENS, config.max_tokens),
+            (protocol.LAYOUT, layout_code),
+            (protocol.ALIGNMENT, config.alignment),
+            (protocol.CAPACITY, self.capacity),
+            (protocol.BASES, self.segment.bases_address),
+            (protocol.COUNT_TABLE, table),
+            (protocol.BLOCKS, blocks),
+            (protocol.BLOCK_BYTES, self.regions.size),
+            (protocol.OUTPUTS, outputs),
+            (protocol.OUTPUT_BYTES, output_bytes),
+            (protocol.TOKEN_REGION, self.regions.token),
+            (protocol.WEIGHT_REGION, self.regions.weight),
+            (protocol.INDEX_REGION, self.regions.index),
+            (protocol.OWNER, self._tables[0].ctypes.data),
+            (protocol.LOCAL, self._tables[1].ctypes.data),
+            (protocol.ORDER, self._tables[2].ctypes.data),
+            (protocol.ORDER_START, self._tables[3].ctypes.data),
+            (protocol.MARKS, self._marks.ctypes.data),
+            (protocol.SCRATCH, self._scratch.ctypes.data),
+            (protocol.SCRATCH_BYTES, scratch_words * 8),
+            (protocol.STREAMING_BYTES, _last_level_cache_bytes() // 2),
+            (protocol.NUM_BLOCKS, config.blocks),
+            (protocol.NUM_OUTPUTS, config.blocks),
+        ):
+            state[word] = value
+        self.start_generation(runtime.generation)
+
+    @staticmethod
+    def _placement_tables(config: Config, size: int) -> tuple[np.ndarray, ...]:
+        """int32: owner and local number by expert; experts by (owner, local number); where each rank's start there."""
+        by_rank = [config.experts_of(rank) for rank in range(size)]
+        local = np.zeros(config.num_experts, dtype=np.int32)
+        for experts in by_rank:
+            local[experts] = np.arange(len(experts))
+        starts = np.cumsum([0] + [len(experts) for experts in by_rank])
+        order = [expert for experts in by_rank for expert in experts]
+        tables = (config.owner, local, order, starts)
+        return tuple(np.array(table, dtype=np.int32) for table in tables)
+
+    def start_generation(self, generation: int) -> None:
+        """Epochs start again above those of all earlier generations; lent blocks stay lent."""
+        self.state[protocol.COUNT_EPOCH : protocol.DONE_SEEN + 1] = generation << GENERATION_SHIFT
+        self.state[protocol.TICKET : protocol.COMBINE_PHASE + 1] = 0

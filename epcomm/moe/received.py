@@ -1,0 +1,162 @@
+"""What a dispatch delivers to this rank. Fields are views of the receive block, made on first access."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from epcomm.kernels.protocol import expert_parallel as protocol
+from epcomm.moe.blocks import tensor_at
+from epcomm.moe.checks import check_out
+from epcomm.moe.routing import Routing
+
+if TYPE_CHECKING:
+    from epcomm.moe.expert_parallel import ExpertParallel
+
+#: (dtype, row width in elements, byte offset of the rows in a block) per tensor
+Tensors = tuple[tuple[torch.dtype, int, int], ...]
+
+
+class Received:
+    """Rows for this rank's experts. The memory is lent: it returns when this object and every tensor of it are gone.
+
+    ``x`` is a tensor (or a tuple, as given to dispatch) of shape [rows, hidden] (contiguous: grouped by local expert;
+    flat: one row per token) or [local experts, size * max_tokens, hidden] (padded: each expert's rows from 0 on, the
+    rest undefined).
+    """
+
+    def __init__(self, ep: ExpertParallel, routing: Routing, tensors: Tensors, is_tuple: bool, has_weights: bool,
+                 buffer: np.ndarray):  # fmt: skip
+        self.ep, self.routing = ep, routing
+        self._tensors, self._is_tuple, self._has_weights, self._buffer = tensors, is_tuple, has_weights, buffer
+
+    def _rows_shape(self) -> tuple[int, ...]:
+        if self.ep.layout_code == protocol.PADDED:
+            return len(self.ep.local_expert_ids), self.ep.rows_per_expert
+        return (self.routing.num_rows,)
+
+    @cached_property
+    def x(self) -> Any:
+        """The rows."""
+        shape = self._rows_shape()
+        views = tuple(
+            tensor_at(self._buffer, self.ep.regions.rows + offset, dtype, (*shape, width))
+            for dtype, width, offset in self._tensors
+        )
+        return views if self._is_tuple else views[0]
+
+    def output_buffer(self) -> Any:
+        """Memory like `x` that `combine` reads in place: an expert kernel that writes there saves a copy.
+
+        If all output blocks are in use it is ordinary memory, which combine stages.
+        """
+        shape = self._rows_shape()
+        buffer = self.ep.take_output()
+        if buffer is None:
+            views = tuple(torch.empty((*shape, width), dtype=dtype) for dtype, width, _ in self._tensors)
+        else:
+            views = tuple(tensor_at(buffer, at, dtype, (*shape, width)) for dtype, width, at in self._tensors)
+        return views if self._is_tuple else views[0]
+
+    def _per_row(self, offset: int, dtype: torch.dtype, *width: int) -> torch.Tensor:
+        return tensor_at(self._buffer, offset, dtype, (*self._rows_shape(), *width))
+
+    @cached_property
+    def topk_weights(self) -> torch.Tensor | None:
+        """float32 [rows] (flat: [rows, topk]): the weights given to dispatch. None without, and in padded layout."""
+        if not self._has_weights or self.ep.layout_code == protocol.PADDED:
+            return None
+        width = (self.routing.topk,) if self.ep.layout_code == protocol.FLAT else ()
+        return self._per_row(self.ep.regions.weight, torch.float32, *width)
+
+    @cached_property
+    def topk_idx(self) -> torch.Tensor | None:
+        """Local expert number of each row (flat: [rows, topk] of each slot), -1 where unused; None in padded layout."""
+        if self.ep.layout_code == protocol.PADDED:
+            return None
+        if self.ep.layout_code == protocol.FLAT:
+            return self._per_row(self.ep.regions.index, self.routing.index_dtype, self.routing.topk)
+        index = torch.full((self.routing.num_rows,), -1, dtype=self.routing.index_dtype)
+        starts = self.expert_offsets.tolist()
+        for number, count in enumerate(self.expert_counts_list):
+            index[starts[number] : starts[number] + count] = number
+        return index
+
+    @cached_property
+    def expert_counts(self) -> torch.Tensor:
+        """int32 [local experts]: real rows (flat: selections) of each local expert."""
+        if self.ep.layout_code == protocol.FLAT:
+            index = self.topk_idx
+            assert index is not None
+            return torch.bincount(index[index >= 0].flatten(), minlength=len(self.ep.local_expert_ids)).int()
+        return torch.from_numpy(self.routing.received_counts().sum(axis=0, dtype=np.int32))
+
+    @cached_property
+    def expert_counts_list(self) -> list[int]:
+        """`expert_counts` on the host."""
+        return self.expert_counts.tolist()
+
+    @cached_property
+    def expert_offsets(self) -> torch.Tensor | None:
+        """int32 [local experts + 1]: aligned first row of each local expert, then the number of rows; contiguous only."""
+        if self.ep.layout_code != protocol.CONTIGUOUS:
+            return None
+        counts = self.routing.received_counts().sum(axis=0, dtype=np.int64)
+        aligned = -(-counts // self.ep.alignment) * self.ep.alignment
+        return torch.from_numpy(np.concatenate([[0], np.cumsum(aligned)]).astype(np.int32))
+
+    @property
+    def grouped_mm_offs(self) -> torch.Tensor | None:
+        """int32 [local experts]: where each local expert's rows end, as `torch._grouped_mm` wants it."""
+        return None if self.expert_offsets is None else self.expert_offsets[1:]
+
+    @cached_property
+    def source_token(self) -> torch.Tensor:
+        """int32: each row's token number on its source rank; -1 for padding rows (padded: undefined past the count)."""
+        return self._per_row(self.ep.regions.token, torch.int32)
+
+    @cached_property
+    def source_rank(self) -> torch.Tensor:
+        """int32: each row's source rank; -1 where there is no row."""
+        ranks = np.arange(self.ep.size, dtype=np.int32)
+        if self.ep.layout_code == protocol.FLAT:
+            return torch.from_numpy(np.repeat(ranks, self.routing.received_tokens()))
+        sources = np.full(self._rows_shape(), -1, dtype=np.int32)
+        starts = None if self.expert_offsets is None else self.expert_offsets.tolist()
+        for number, counts in enumerate(self.routing.received_counts().T):
+            rows = np.repeat(ranks, counts)
+            if starts is None:
+                sources[number, : len(rows)] = rows
+            else:
+                sources[starts[number] : starts[number] + len(rows)] = rows
+        return torch.from_numpy(sources)
+
+
+def copy_block(received: Received, out: Any, where: str) -> Received:
+    """The same result in memory of its own, its rows in `out` if given. The receive block is free afterwards."""
+    ep, routing, regions = received.ep, received.routing, received.ep.regions
+    owned = np.empty(regions.size, dtype=np.uint8)  # pages that are never written take no memory
+    copied = Received(ep, routing, received._tensors, received._is_tuple, received._has_weights, owned)
+    sources = received.x if received._is_tuple else (received.x,)
+    if out is None:
+        targets = copied.x if received._is_tuple else (copied.x,)
+    else:
+        targets = check_out(
+            where, out, [tuple(x.shape) for x in sources], [x.dtype for x in sources], [x.dtype for x in sources]
+        )
+        copied.__dict__["x"] = targets if received._is_tuple else targets[0]
+    pairs = [(copied.source_token, received.source_token), *zip(targets, sources, strict=True)]
+    if ep.layout_code == protocol.FLAT:
+        pairs.append((copied.topk_idx, received.topk_idx))
+    if received.topk_weights is not None:
+        pairs.append((copied.topk_weights, received.topk_weights))
+    for target, source in pairs:
+        if ep.layout_code != protocol.PADDED:
+            target.copy_(source)
+            continue
+        for number, count in enumerate(received.expert_counts_list):
+            target[number, :count] = source[number, :count]
+    return copied

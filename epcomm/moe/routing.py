@@ -1,0 +1,82 @@
+"""A routing: which row of which rank each (token, slot) becomes. Made once by `route`, used by many operations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from epcomm.heap.layout import Layout
+from epcomm.kernels.protocol import expert_parallel as protocol
+
+if TYPE_CHECKING:
+    from epcomm.moe.expert_parallel import ExpertParallel
+
+
+class Workspace:
+    """Private memory of one routing (see ``kernels/protocol/expert_parallel``); a handle reuses it for later ones."""
+
+    def __init__(self, max_tokens: int, topk: int, num_experts: int, size: int, flat: bool):
+        columns = num_experts + size
+        layout = Layout()
+        layout.add("header", protocol.ROUTING_WORDS * 8, 64)
+        slots = layout.add("experts", max_tokens * topk * 4, 64)
+        positions = layout.add("positions", max_tokens * topk * 4, 64)
+        rank_positions = layout.add("rank_positions", max_tokens * size * 4 if flat else 0, 64)
+        counts = layout.add("counts", columns * 4, 64)
+        table = layout.add("table", size * columns * 4, 64)
+        base = layout.add("base", columns * 4, 64)
+        rows_of = layout.add("rows_of", size * 4, 64)
+        self._memory = np.zeros(layout.size, dtype=np.uint8)
+        self.address = self._memory.ctypes.data
+        self.header = self._memory[: protocol.ROUTING_WORDS * 8].view(np.int64)
+        for at, offset in (
+            (protocol.EXPERT, slots),
+            (protocol.POSITION, positions),
+            (protocol.RANK_POSITION, rank_positions),
+            (protocol.OWN_COUNTS, counts),
+            (protocol.TABLE, table),
+            (protocol.BASE, base),
+            (protocol.ROWS_OF, rows_of),
+        ):
+            self.header[at] = self.address + offset
+        self.counts = self._memory[counts : counts + columns * 4].view(np.int32)
+        self.table = self._memory[table : table + size * columns * 4].view(np.int32).reshape(size, columns)
+        self.rows_of = self._memory[rows_of : rows_of + size * 4].view(np.int32)
+
+
+class Routing:
+    """Where the rows of `num_tokens` tokens go. Immutable; its memory returns to the handle with it.
+
+    Attributes: ``num_tokens``, ``topk``, ``index_dtype`` (of the indices it was made from).
+    """
+
+    __slots__ = ("ep", "generation", "index_dtype", "is_placed", "num_tokens", "topk", "workspace")
+
+    def __init__(self, ep: ExpertParallel, workspace: Workspace, num_tokens: int, topk: int, index_dtype: torch.dtype):
+        self.ep, self.workspace, self.generation = ep, workspace, ep.generation
+        self.num_tokens, self.topk, self.index_dtype = num_tokens, topk, index_dtype
+        self.is_placed = False  # everyone's counts are known: since route (throughput) or the first dispatch (latency)
+
+    def __del__(self) -> None:
+        self.ep.return_workspace(self.workspace)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that this rank receives, padding included (padded layout: without)."""
+        return self.workspace.rows_of.item(self.ep.rank)
+
+    @property
+    def send_counts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """int32 [size] tokens for each rank, and int32 [num_experts] rows for each expert, from this rank."""
+        counts = torch.from_numpy(self.workspace.counts.copy())
+        return counts[self.ep.num_experts :], counts[: self.ep.num_experts]
+
+    def received_counts(self) -> np.ndarray:
+        """int32 [size, local experts]: rows from each rank for each local expert; needs everyone's counts."""
+        return self.workspace.table[:, self.ep.local_expert_ids]
+
+    def received_tokens(self) -> np.ndarray:
+        """int32 [size]: tokens from each rank that have an expert here; needs everyone's counts."""
+        return self.workspace.table[:, self.ep.num_experts + self.ep.rank]
