@@ -127,12 +127,17 @@ def interleave(
     result: dict[str, Timings] = {}
     with quiet_interpreter():
         begin = clock()
-        calibration = _rounds(world, contestants, _CALIBRATION_ROUNDS, order, warm=False)
+        calibration = _rounds(world, contestants, 1, order, warm=False)
+        calibration_rounds = 1
+        if world.gather(clock() - begin)[0] < budget * 1e9 / 4:
+            begin = clock()
+            calibration = _rounds(world, contestants, _CALIBRATION_ROUNDS, order, warm=False)
+            calibration_rounds = _CALIBRATION_ROUNDS
         active = _worth_measuring(contestants, calibration)
         share = sum(calibration[item.name].cold[WHOLE].sum() for item in active) / sum(
             timing.cold[WHOLE].sum() for timing in calibration.values()
         )
-        per_round = (clock() - begin) / 1e9 / _CALIBRATION_ROUNDS * share * (2 if warm else 1)
+        per_round = (clock() - begin) / 1e9 / calibration_rounds * share * (2 if warm else 1)
         rounds = int(min(max_rounds, max(min_rounds, budget / per_round)))
         rounds = world.gather(rounds)[0]
         for contestant in contestants:
