@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import llvmlite.binding as llvm
+import numba
 import torch
 from llvmlite import ir
 from numba.core import cgutils
@@ -27,7 +28,9 @@ Values = list[Any]  # IR values of one type
 
 @functools.cache
 def cpu_features() -> frozenset[str]:
-    """LLVM's names of what this CPU has."""
+    """LLVM's names of what kernels may use: what this CPU has, or what Numba is told to compile for."""
+    if numba.config.CPU_NAME:
+        return frozenset(name[1:] for name in (numba.config.CPU_FEATURES or "").split(",") if name.startswith("+"))
     return frozenset(name for name, present in llvm.get_host_cpu_features().items() if present)
 
 

@@ -157,11 +157,11 @@ def _prefetch(builder: Any, address: Any) -> None:
     builder.call(function, [pointer(builder, address, I8), I32(0), I32(3), I32(1)])
 
 
-def make_fold(fold: Fold) -> Any:
+def make_fold(name: str, fold: Fold) -> Any:
     """``f(destination, sources, weights, num_sources, num_items, streaming)`` for kernels; at least one source.
 
     `streaming` is 0, 1, or the address of the sources of the call that follows: as many addresses, whose first bytes
-    are then fetched while this call reads its last.
+    are then fetched while this call reads its last. `name` is that of the kernel which is made of it.
     """
     step_items, block_items = fold.step_items, fold.block_items(ACCUMULATORS)
     stream_items = fold.block_items(_STREAMING_ACCUMULATORS)
@@ -170,7 +170,6 @@ def make_fold(fold: Fold) -> Any:
     in_bytes, out_bytes = fold.input.item_bytes, fold.output.item_bytes
     prefetch = fold.prefetch
 
-    @device
     def run(destination, sources, weights, num_sources, num_items, streaming):
         done = 0
         unaligned = -destination & (VECTOR_BYTES - 1)
@@ -205,4 +204,6 @@ def make_fold(fold: Fold) -> Any:
             item(destination, sources, weights, num_sources, done, 0, 0)
             done += 1
 
-    return run
+    # Machine code is linked by this name and a counter: in the caches that two processes left, the counters can agree.
+    run.__qualname__ = f"fold-{name}"
+    return device(run)

@@ -90,15 +90,16 @@ def _compile(dtype: torch.dtype, op: str) -> Kernel:
     fmt = FORMATS[dtype]
     fmt.check_available()
     finish = functools.partial(_divide, fmt) if op == "avg" else None
-    fold = make_fold(Fold(fmt, fmt, _combine(fmt, op), finish))
+    name = f"reduction-{str(dtype).removeprefix('torch.')}-{op}"
+    fold = make_fold(name, Fold(fmt, fmt, _combine(fmt, op), finish))
     item_bytes = fmt.item_bytes
 
-    @kernel(f"reduction-{str(dtype).removeprefix('torch.')}-{op}", REDUCTION_SIGNATURE)
     def reduce(destination, sources, num_sources, num_bytes, streaming):
         fold(destination, sources, 0, num_sources, num_bytes // item_bytes, streaming)
         return control.OK
 
-    return reduce
+    reduce.__qualname__ = name  # as in make_fold
+    return kernel(name, REDUCTION_SIGNATURE)(reduce)
 
 
 def _combine(fmt: Format, op: str) -> Callable[..., Any]:

@@ -41,11 +41,11 @@ def row_sum(input_dtype: torch.dtype, output_dtype: torch.dtype) -> Kernel:
             wanted = ", ".join(str(dtype) for dtype in ROW_SUM_DTYPES)
             raise UnsupportedError(f"weighted sums of rows exist for {wanted}; got {dtype}")
         FORMATS[dtype].check_available()
-    fold = make_fold(Fold(FORMATS[input_dtype], FORMATS[output_dtype], _add_product, weighted=True, prefetch=True))
-    output_bytes = FORMATS[output_dtype].item_bytes
-    names = "-".join(str(dtype).removeprefix("torch.") for dtype in (input_dtype, output_dtype))
+    name = "row_sum-" + "-".join(str(dtype).removeprefix("torch.") for dtype in (input_dtype, output_dtype))
+    source, target = FORMATS[input_dtype], FORMATS[output_dtype]
+    fold = make_fold(name, Fold(source, target, _add_product, weighted=True, prefetch=True))
+    output_bytes = target.item_bytes
 
-    @kernel(f"row_sum-{names}", ROW_SUM_SIGNATURE)
     def add_rows(destination, sources, weights, num_sources, num_elements, streaming):
         if num_sources == 0:
             zero_bytes(destination, num_elements * output_bytes)
@@ -53,7 +53,8 @@ def row_sum(input_dtype: torch.dtype, output_dtype: torch.dtype) -> Kernel:
             fold(destination, sources, weights, num_sources, num_elements, streaming)
         return control.OK
 
-    return add_rows
+    add_rows.__qualname__ = name  # as in make_fold
+    return kernel(name, ROW_SUM_SIGNATURE)(add_rows)
 
 
 def _add_product(builder: Any, accumulator: Any, value: Any, weight: Any) -> Any:
