@@ -1,4 +1,4 @@
-"""Validation of what users pass to collectives: before anything is sent, naming argument, wanted, got, rank, operation."""
+"""Validation of what users pass to collectives, before anything is sent. Errors name rank, operation and argument."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_out(where: str, out: torch.Tensor | None, shape: Sequence[int], like: 
     """`out` if it fits, else an error; a new tensor if there is none."""
     if out is None:
         return torch.empty(tuple(shape), dtype=like.dtype)
-    out = check_tensor(where, "out", out)
+    check_tensor(where, "out", out)
     if out.dtype != like.dtype or tuple(out.shape) != tuple(shape):
         raise ConfigError(
             f"{where}: argument `out`: wanted {like.dtype} {tuple(shape)}, got {out.dtype} {tuple(out.shape)}"
@@ -63,5 +63,3 @@ def check_overlap(where: str, x: torch.Tensor, out: torch.Tensor) -> None:
     x_end, out_end = x.data_ptr() + x.numel() * x.element_size(), out.data_ptr() + out.numel() * out.element_size()
     if x.data_ptr() < out_end and out.data_ptr() < x_end:
         raise ConfigError(f"{where}: argument `out`: shares memory with `x`, and this operation can't work in place")
-
-

@@ -1,4 +1,4 @@
-"""The collectives on tensors: shapes, dtypes and defaults follow torch.distributed, results are new tensors unless `out`.
+"""The collectives on tensors. Shapes and defaults follow torch.distributed; results are new tensors unless `out`.
 
 Every method validates, looks its request up among the bound operations (binding it the first time), and runs it: at
 once, or in its turn behind asynchronous operations.
@@ -101,14 +101,14 @@ class Collectives:
         result = check_out(self._where("allreduce"), out, x.shape, x)
         source, num_bytes = x.contiguous(), _num_bytes(x)
         values = (source.data_ptr(), result.data_ptr(), num_bytes, num_bytes > STREAMING_BYTES)
-        return self._call(operation, values, source, result if out is None else out, async_op, timeout)
+        return self._call(operation, values, source, result, async_op, timeout)
 
     @_rejecting
     def bind_allreduce(self, x: torch.Tensor, op: str, out: torch.Tensor | None, algorithm: str) -> Callable[[], Any]:
-        x = check_tensor(self._where("bind_allreduce"), "x", x)
-        if not x.is_contiguous():
-            raise ConfigError(f"{self._where('bind_allreduce')}: argument `x`: wanted a contiguous tensor")
-        result = check_out(self._where("bind_allreduce"), x if out is None else out, x.shape, x)
+        where = self._where("bind_allreduce")
+        if not check_tensor(where, "x", x).is_contiguous():
+            raise ConfigError(f"{where}: argument `x`: wanted a contiguous tensor, got strides {x.stride()}")
+        result = check_out(where, x if out is None else out, x.shape, x)
         operation = self._bind_reduce("allreduce", x, op, algorithm, -1)
         run = self.runtime.bound(operation, x.data_ptr(), result.data_ptr(), _num_bytes(x),
                                  _num_bytes(x) > STREAMING_BYTES)  # fmt: skip
@@ -199,7 +199,7 @@ class Collectives:
             rows = check_divisible(where, x, size)
             result = check_out(where, out, (rows, *x.shape[1:]), x)
         elif out is None:
-            raise ConfigError(f"{where}: argument `out`: wanted a tensor for this rank's part (only rank {src} knows x)")
+            raise ConfigError(f"{where}: argument `out`: wanted a tensor to receive into: only rank {src} has x")
         else:
             x = result = check_out(where, out, out.shape, out)
         each = _num_bytes(result)
