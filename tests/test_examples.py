@@ -1,0 +1,43 @@
+"""The examples and the command run as a newcomer would run them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(*command: str) -> str:
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, f"{command} failed:\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def test_moe_layer():
+    lines = run("examples/moe_layer.py").splitlines()
+    assert [line.split(":")[0] for line in lines] == ["rank 0 of 2", "rank 1 of 2"]
+
+
+def test_allreduce_by_launch_and_by_torchrun():
+    wanted = "mean [1.5, 1.5, 1.5, 1.5], ranks [0, 1], after 3 steps [24.0, 24.0, 24.0, 24.0]"
+    assert run("examples/allreduce.py").splitlines() == [f"rank 0: {wanted}", f"rank 1: {wanted}"]
+    printed = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "examples/allreduce.py")
+    assert sorted(printed.splitlines()) == [f"rank 0: {wanted}", f"rank 1: {wanted}"]
+
+
+def test_notebook():
+    printed = run("examples/notebook.py")
+    assert "[33, 33, 33]" in printed and "[63, 63, 63]" in printed
+    assert "rank 1 has a problem" in printed and "barrier()" in printed and "allreduce(" in printed
+
+
+def test_info():
+    assert "epcomm" in run("-m", "epcomm.cli", "info")
+
+
+@pytest.mark.parametrize("ranks", ["1", "3"])
+def test_demo_without_comparison(ranks):
+    printed = run("-m", "epcomm.cli", "demo", "--ranks", ranks, "--tokens", "33", "--no-compare")
+    assert "every result checked" in printed
