@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,7 +49,7 @@ def check_indices(where: str, topk_idx: Any, max_tokens: int, max_topk: int) -> 
 def check_rows(
     where: str, name: str, tensor: Any, leading: Sequence[int], dtypes: Sequence[torch.dtype] | None = None
 ) -> torch.Tensor:
-    """[*leading, any width >= 1] on cpu; made contiguous within a row if it isn't."""
+    """[*leading, any width >= 1] on cpu, as rows at one stride: [rows, width], copied if they don't lie so."""
     wanted_dtype = "any dtype" if dtypes is None else " or ".join(str(dtype) for dtype in dtypes)
     if (
         not isinstance(tensor, torch.Tensor)
@@ -60,8 +61,12 @@ def check_rows(
     ):
         shape = ", ".join([*map(str, leading), "hidden"])
         raise ConfigError(f"{where}: argument `{name}`: wanted [{shape}] of {wanted_dtype} on cpu, got {describe(tensor)}")
-    tensor = tensor.detach()
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+    rows = tensor.detach()
+    if rows.dim() != 2:
+        rows = rows.reshape(math.prod(leading), rows.shape[-1])
+    if rows.is_conj() or rows.is_neg():  # marked to be conjugated or negated by whoever reads them
+        rows = rows.resolve_conj().resolve_neg()
+    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
 def check_weights(where: str, weights: Any, num_tokens: int, topk: int) -> torch.Tensor:

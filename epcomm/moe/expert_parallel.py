@@ -192,18 +192,18 @@ class ExpertParallel:
                 raise ConfigError(f"{where}: argument `received`: this routing was not dispatched yet")
             is_tuple = isinstance(y, (tuple, list))
             rows = [check_rows(where, "y", t, self._rows_shape(routing), ROW_SUM_DTYPES) for t in as_tuple(where, "y", y)]
-            check_row_bytes(where, "y", sum(t.shape[-1] * t.element_size() for t in rows), self._row_bytes)
+            check_row_bytes(where, "y", sum(t.shape[1] * t.element_size() for t in rows), self._row_bytes)
             topk_weights = self._check_combine_weights(where, routing, topk_weights, reduce)
             lead = (routing.num_tokens,) if reduce else (routing.num_tokens, routing.topk)
             biases = self._check_bias(where, bias, rows, routing, reduce)
-            outs = check_out(where, out, [(*lead, t.shape[-1]) for t in rows], [t.dtype for t in rows], ROW_SUM_DTYPES)
+            outs = check_out(where, out, [(*lead, t.shape[1]) for t in rows], [t.dtype for t in rows], ROW_SUM_DTYPES)
         except (ConfigError, CapacityError) as error:
             raise self._runtime.reject(error) from None
-        shapes = tuple((t.dtype, t.shape[-1], o.dtype) for t, o in zip(rows, outs, strict=True))
+        shapes = tuple((t.dtype, t.shape[1], o.dtype) for t, o in zip(rows, outs, strict=True))
         bound = self._binder.combine(CombineKey(shapes, routing.topk, topk_weights is not None, reduce))
         for record, row, result in zip(bound.table, rows, outs, strict=True):
             record[protocol.T_ADDRESS] = row.data_ptr()
-            record[protocol.T_STRIDE] = row.stride(-2) * row.element_size()
+            record[protocol.T_STRIDE] = row.stride(0) * row.element_size()
             record[protocol.T_OUT] = result.data_ptr()
             record[protocol.T_OUT_STRIDE] = result.stride(-2) * result.element_size()
             record[protocol.T_BIAS] = 0
@@ -299,8 +299,8 @@ class ExpertParallel:
         checked = []
         for addend, row in zip(biases, rows, strict=True):
             checked.append(check_rows(where, "bias", addend, (routing.num_tokens,), (row.dtype,)))
-            if addend.shape[1] != row.shape[-1]:
-                raise ConfigError(f"{where}: argument `bias`: wanted width {row.shape[-1]}, got {addend.shape[1]}")
+            if addend.shape[1] != row.shape[1]:
+                raise ConfigError(f"{where}: argument `bias`: wanted width {row.shape[1]}, got {addend.shape[1]}")
         return checked
 
     def _bad_index(self, where: str, topk_idx: torch.Tensor, at: int) -> None:
