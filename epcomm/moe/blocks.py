@@ -14,10 +14,17 @@ class Lease:
     __slots__ = ("_pool", "index")
 
     def __init__(self, pool: BlockPool, index: int):
-        self._pool, self.index = pool, index
+        self._pool: BlockPool | None = pool
+        self.index = index
+
+    def release(self) -> None:
+        """Returns the block now, for a result that no one will see."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.free.append(self.index)  # one append: safe from whichever thread drops the last reference
 
     def __del__(self) -> None:
-        self._pool.free.append(self.index)  # one append: safe from whichever thread drops the last reference
+        self.release()
 
 
 class _LeasedBuffer(np.ndarray):

@@ -97,24 +97,25 @@ def check_out(
     out: Any,
     shapes: Sequence[tuple[int, ...]],
     default_dtypes: Sequence[torch.dtype],
-    dtypes: Sequence[torch.dtype],
+    dtypes: Sequence[torch.dtype] = (),
 ) -> tuple[torch.Tensor, ...]:
-    """The caller's result tensors if they fit, else an error; new ones if there are none."""
+    """The caller's result tensors if they fit, else an error; new ones if there are none. No `dtypes`: the default."""
     if out is None:
         return tuple(torch.empty(shape, dtype=dtype) for shape, dtype in zip(shapes, default_dtypes, strict=True))
     outs = as_tuple(where, "out", out)
     if len(outs) != len(shapes):
         raise ConfigError(f"{where}: argument `out`: wanted {len(shapes)} tensors, got {len(outs)}")
-    for tensor, shape in zip(outs, shapes, strict=True):
+    for tensor, shape, default_dtype in zip(outs, shapes, default_dtypes, strict=True):
+        allowed = dtypes or (default_dtype,)
         is_strided_rows = isinstance(tensor, torch.Tensor) and tensor.dim() == 2 and tensor.stride(1) == 1
         if (
             not isinstance(tensor, torch.Tensor)
             or tuple(tensor.shape) != shape
-            or tensor.dtype not in dtypes
+            or tensor.dtype not in allowed
             or tensor.device.type != "cpu"
             or not (tensor.is_contiguous() or is_strided_rows)
         ):
-            names = " or ".join(str(dtype) for dtype in dtypes)
+            names = " or ".join(str(dtype) for dtype in allowed)
             raise ConfigError(
                 f"{where}: argument `out`: wanted {shape} of {names} on cpu with contiguous rows, got {describe(tensor)}"
             )

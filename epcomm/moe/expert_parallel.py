@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from epcomm.device import control
 from epcomm.errors import CapacityError, ClosedError, ConfigError
 from epcomm.kernels.cpu.row_sum import ROW_SUM_DTYPES
 from epcomm.kernels.protocol import expert_parallel as protocol
@@ -135,6 +136,8 @@ class ExpertParallel:
             check_row_bytes(where, "x", sum(t.shape[1] * t.element_size() for t in tensors), self._row_bytes)
             if topk_weights is not None:
                 topk_weights = check_weights(where, topk_weights, routing.num_tokens, routing.topk)
+            if routing.is_placed or self.layout_code == protocol.PADDED:  # else its shape shows when the rows are here
+                self._check_dispatch_out(where, out, tensors, routing)
         except (ConfigError, CapacityError) as error:
             raise self._runtime.reject(error) from None
         shapes = tuple((t.dtype, t.shape[1]) for t in tensors)
@@ -146,17 +149,25 @@ class ExpertParallel:
         assert lease is not None  # the last one is never lent for longer than a call
         weights = 0 if topk_weights is None else topk_weights.data_ptr()
         values = (routing.workspace.address, bound.table_address, weights, lease.index)
-        if self._run(bound.operation, *values):
+        try:
+            status = self._run(bound.operation, *values)
+        except BaseException:
+            lease.release()  # whoever keeps the exception keeps this frame, and would keep the block
+            raise
+        if status != control.OK:
+            lease.release()
             raise self._too_many_rows(where, routing)
         routing.is_placed = True
         buffer = self._memory.receive.buffer(lease)
         received = Received(self, routing, bound.tensors, is_tuple, topk_weights is not None, buffer)
-        if out is not None or copy or not self._memory.receive.free:
-            try:
-                return copy_block(received, out, where)
-            except ConfigError as error:
-                raise self._runtime.reject(error) from None
-        return received
+        if out is None and not copy and self._memory.receive.free:
+            return received
+        try:
+            return copy_block(received, self._check_dispatch_out(where, out, tensors, routing))
+        except ConfigError as error:
+            raise self._runtime.reject(error) from None
+        finally:
+            lease.release()
 
     def combine(
         self,
@@ -274,6 +285,14 @@ class ExpertParallel:
             raise ConfigError(f"{where}: argument `routing`: it was made by another handle, {routing.ep.name}")
         if routing.generation != self.generation:
             raise ClosedError(f"{where}: argument `routing`: it is from before the communicator was reset")
+
+    def _check_dispatch_out(
+        self, where: str, out: Any, tensors: list[torch.Tensor], routing: Routing
+    ) -> tuple[torch.Tensor, ...] | None:
+        if out is None:
+            return None
+        shapes = [(*self._rows_shape(routing), t.shape[1]) for t in tensors]
+        return check_out(where, out, shapes, [t.dtype for t in tensors])
 
     def _check_combine_weights(self, where: str, routing: Routing, weights: Any, reduce: bool) -> torch.Tensor | None:
         if self.layout_code == protocol.FLAT:

@@ -10,7 +10,6 @@ import torch
 
 from epcomm.kernels.protocol import expert_parallel as protocol
 from epcomm.moe.blocks import tensor_at
-from epcomm.moe.checks import check_out
 from epcomm.moe.routing import Routing
 
 if TYPE_CHECKING:
@@ -80,6 +79,7 @@ class Received:
         if self.ep.layout_code == protocol.FLAT:
             return self._per_row(self.ep.regions.index, self.routing.index_dtype, self.routing.topk)
         index = torch.full((self.routing.num_rows,), -1, dtype=self.routing.index_dtype)
+        assert self.expert_offsets is not None
         starts = self.expert_offsets.tolist()
         for number, count in enumerate(self.expert_counts_list):
             index[starts[number] : starts[number] + count] = number
@@ -135,19 +135,15 @@ class Received:
         return torch.from_numpy(sources)
 
 
-def copy_block(received: Received, out: Any, where: str) -> Received:
+def copy_block(received: Received, out: tuple[torch.Tensor, ...] | None) -> Received:
     """The same result in memory of its own, its rows in `out` if given. The receive block is free afterwards."""
     ep, routing, regions = received.ep, received.routing, received.ep.regions
     owned = np.empty(regions.size, dtype=np.uint8)  # pages that are never written take no memory
     copied = Received(ep, routing, received._tensors, received._is_tuple, received._has_weights, owned)
+    if out is not None:
+        copied.__dict__["x"] = out if received._is_tuple else out[0]
     sources = received.x if received._is_tuple else (received.x,)
-    if out is None:
-        targets = copied.x if received._is_tuple else (copied.x,)
-    else:
-        targets = check_out(
-            where, out, [tuple(x.shape) for x in sources], [x.dtype for x in sources], [x.dtype for x in sources]
-        )
-        copied.__dict__["x"] = targets if received._is_tuple else targets[0]
+    targets = copied.x if received._is_tuple else (copied.x,)
     pairs = [(copied.source_token, received.source_token), *zip(targets, sources, strict=True)]
     if ep.layout_code == protocol.FLAT:
         pairs.append((copied.topk_idx, received.topk_idx))
