@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -113,7 +114,10 @@ def make_config(
     if placement is None:
         owner = _even(num_experts, size)
     else:
-        owner = tuple(int(rank) for rank in placement)
+        try:
+            owner = tuple(map(operator.index, placement))
+        except TypeError:
+            raise ConfigError(f"{where}: argument `placement`: wanted a rank per expert, got {placement!r}") from None
         if len(owner) != num_experts or not all(0 <= rank < size for rank in owner):
             raise ConfigError(
                 f"{where}: argument `placement`: wanted {num_experts} ranks from 0 to {size - 1}, got {list(owner)}"

@@ -333,5 +333,5 @@ class ExpertParallel:
         needed = int(routing.workspace.header[protocol.MOST_ROWS])
         return CapacityError(
             f"{where}: argument `max_recv_rows`: wanted at least {needed} (rows of rank "
-            f"{int(routing.workspace.rows_of.argmax())}), got {self._memory.capacity}; nothing was sent"
+            f"{int(routing.workspace.rows_of.argmax())}), got {self._memory.row_limit}; nothing was sent"
         )

@@ -30,6 +30,7 @@ class Memory:
         size, layout_code = runtime.size, LAYOUTS[config.layout]
         row_bytes = config.hidden * config.dtype.itemsize
         self.capacity = config.capacity(size)
+        self.row_limit = config.max_recv_rows or self.capacity
         self.regions = protocol.block_regions(layout_code, self.capacity, config.topk, row_bytes)
         output_bytes = protocol.rows_bytes(self.capacity, row_bytes)
         layout = Layout()
@@ -60,7 +61,7 @@ class Memory:
             (protocol.MAX_TOKENS, config.max_tokens),
             (protocol.LAYOUT, layout_code),
             (protocol.ALIGNMENT, config.alignment),
-            (protocol.CAPACITY, self.capacity),
+            (protocol.ROW_LIMIT, self.row_limit),
             (protocol.BASES, self.segment.bases_address),
             (protocol.COUNT_TABLE, table),
             (protocol.BLOCKS, blocks),

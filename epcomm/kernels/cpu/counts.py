@@ -45,7 +45,7 @@ def push_counts(ctx, state, routing, rank, epoch):
 
 @device
 def place_rows(ctx, state, routing, epoch):
-    """Copies the table of `epoch` out and computes where rows go. CAPACITY if some rank's rows exceed its block."""
+    """Copies the table of `epoch` out and computes where rows go. CAPACITY if some rank's are too many."""
     me, size, num_experts = word(ctx, control.RANK), word(ctx, control.SIZE), word(state, protocol.NUM_EXPERTS)
     layout, alignment = word(state, protocol.LAYOUT), word(state, protocol.ALIGNMENT)
     columns = num_experts + size
@@ -79,7 +79,7 @@ def place_rows(ctx, state, routing, epoch):
         all_rows += rows
     set_word(routing, protocol.MOST_ROWS, most)
     set_word(routing, protocol.TOTAL_ROWS, all_rows)
-    if layout != protocol.PADDED and most > word(state, protocol.CAPACITY):
+    if most > word(state, protocol.ROW_LIMIT):
         return control.CAPACITY
     return control.OK
 

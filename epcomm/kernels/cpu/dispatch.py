@@ -179,7 +179,7 @@ def _zero_padding(ctx, args, state, routing):
 
 @kernel("dispatch")
 def dispatch(ctx, args, program, num_programs):
-    """Returns CAPACITY on all ranks, before any row is sent, if some rank's rows exceed its block."""
+    """Returns CAPACITY on all ranks, before any row is sent, if some rank's rows are too many."""
     state, routing = word(args, protocol.STATE), word(args, protocol.ROUTING)
     me, size = word(ctx, control.RANK), word(ctx, control.SIZE)
     epoch = word(state, protocol.DISPATCH_EPOCH) + 1
