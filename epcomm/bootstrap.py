@@ -26,6 +26,7 @@ from epcomm.errors import ConfigError, PeerLostError, TimeoutError, UnsupportedE
 
 _POLL_MS = 20
 _HEADER = struct.Struct("<qiiq")  # payload bytes, descriptors, rank that was lost (-1: none), generation
+_WHOLE = socket.MSG_WAITALL | socket.MSG_CMSG_CLOEXEC
 Message = tuple[bytes, list[int]]
 
 
@@ -212,6 +213,12 @@ def _accept(listener: socket.socket, size: int, deadline: float) -> list[socket.
     return [connections[rank] for rank in range(1, size)]
 
 
+def _close_all(messages: list[Message]) -> None:
+    for _, descriptors in messages:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
 class Hub:
     """All-gather of bytes and file descriptors between the ranks of one machine, through rank 0."""
 
@@ -229,24 +236,27 @@ class Hub:
         Raises `PeerLostError` if a rank's end is closed, `TimeoutError` at the deadline.
         """
         deadline = time.monotonic() + timeout
-        own = (payload, [os.dup(fd) for fd in descriptors])
-        if self.rank != 0:
-            self._send(0, payload, descriptors)
-            messages = [self._receive(0, deadline, check) for _ in range(self.size)]
-            for fd in own[1]:
-                os.close(fd)
-            return messages
-        messages = [own]
+        messages: list[Message] = []
+        others = range(1, self.size)
         try:
-            messages += [self._receive(rank, deadline, check) for rank in range(1, self.size)]
-        except PeerLostError as error:
-            for rank in range(1, self.size):
-                self._try_send_lost(rank, error.rank)
+            if self.rank != 0:  # rank 0 passes on what comes from all ranks, this one included
+                self._send(0, payload, descriptors)
+                for _ in range(self.size):
+                    messages.append(self._receive(0, deadline, check))
+                return messages
+            messages.append((payload, [os.dup(descriptor) for descriptor in descriptors]))
+            for rank in others:
+                messages.append(self._receive(rank, deadline, check))
+            for rank in others:
+                for message, received in messages:
+                    self._send(rank, message, received)
+            return messages
+        except BaseException as error:
+            _close_all(messages)
+            if self.rank == 0 and isinstance(error, PeerLostError):
+                for rank in others:
+                    self._try_send_lost(rank, error.rank)
             raise
-        for rank in range(1, self.size):
-            for message, fds in messages:
-                self._send(rank, message, fds)
-        return messages
 
     def barrier(self, *, timeout: float, check: Callable[[], None]) -> None:
         """Returns once every rank has come."""
@@ -291,8 +301,7 @@ class Hub:
                 if generation > self.generation:
                     self._early[rank] = generation, message
                 else:
-                    for descriptor in message[1]:
-                        os.close(descriptor)
+                    _close_all([message])
                 continue
             check()
             if time.monotonic() > deadline:
@@ -304,7 +313,7 @@ class Hub:
         """One message and its generation."""
         connection = self._socket(rank)
         try:
-            header, ancillary, _, _ = connection.recvmsg(_HEADER.size, socket.CMSG_SPACE(4 * 253), socket.MSG_WAITALL)
+            header, ancillary, _, _ = connection.recvmsg(_HEADER.size, socket.CMSG_SPACE(4 * 253), _WHOLE)
             if len(header) < _HEADER.size:
                 raise self._lost(rank)
             length, num_descriptors, lost, generation = _HEADER.unpack(header)
