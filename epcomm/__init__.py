@@ -1,4 +1,4 @@
-"""epcomm moves tensors between the ranks of a distributed ML job: expert-parallel dispatch and combine, and collectives."""
+"""Moves tensors between the ranks of a distributed ML job: expert-parallel dispatch and combine, and collectives."""
 
 from __future__ import annotations
 

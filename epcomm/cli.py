@@ -86,7 +86,8 @@ def demo(
         times = (f"{value:.0f}" for value in report.microseconds.values())
         table.add_row(str(rank), str(report.rows_received), f"{report.largest_error:.1e}", *times)
     console.print(table)
-    console.print(f"[green]every result checked[/] against its definition; {time.perf_counter() - started:.1f} s in all")
+    seconds = time.perf_counter() - started
+    console.print(f"[green]every result checked[/] against its definition; {seconds:.1f} s in all")
     if compare:
         raise typer.Exit(_compare(ranks, tokens))
 

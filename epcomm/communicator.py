@@ -1,4 +1,4 @@
-"""The facade: `init` and `Communicator`. What each operation means is documented here; how it is done, in the layers below."""
+"""The facade: `init` and `Communicator`. What operations mean is documented here; the layers below do them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The main job in small: mixture-of-experts traffic between processes of this machine, checked against its definition."""
+"""The main job in small: mixture-of-experts traffic between processes, checked against its definition."""
 
 from __future__ import annotations
 

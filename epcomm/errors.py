@@ -1,4 +1,4 @@
-"""The errors that epcomm raises. Each message says what was wanted, what was got, which rank and operation, and what to do."""
+"""The errors that epcomm raises. A message says what was wanted and got, on which rank, in which operation."""
 
 from __future__ import annotations
 

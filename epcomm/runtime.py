@@ -35,10 +35,7 @@ from epcomm.kernels.protocol.sites import describe_site
 _SPINS_WITH_OWN_CORE, _SPINS_SHARING_CORES = 100, 20  # measured: best barrier times with and without idle cores
 
 
-_NO_VALUES = (0,) * CALL_WORDS
-
-
-@dataclass
+@dataclass(slots=True)
 class Operation:
     """A kernel bound to its parameters: what `Runtime.run` needs, resolved once.
 
@@ -139,53 +136,62 @@ class Runtime:
         view[:16].view(np.int64)[:] = fingerprint, len(encoded)
         return Operation(kernel, args, text, fingerprint, keep)
 
-    def run(
-        self, operation: Operation, *values: int, timeout: float | None = None, context: np.ndarray | None = None
-    ) -> int:
-        """Runs an operation on this thread. Returns `control.OK`, CAPACITY or BAD_VALUE; raises for everything else.
+    def run(self, operation: Operation, a: int = 0, b: int = 0, c: int = 0, d: int = 0, e: int = 0, f: int = 0) -> int:
+        """Runs an operation on this thread; the numbers are its call words.
 
-        `timeout` in seconds replaces the communicator's; `context` is that of a point-to-point channel.
+        Returns `control.OK`, CAPACITY or BAD_VALUE, and raises for everything else.
         """
-        if context is not None:
-            return self._begin(context, 0, operation, values, timeout)
-        if not self.lock.acquire(blocking=False):
-            raise ConfigError(f"rank {self.rank}: {operation.text}: another thread is in an operation of this communicator")
+        if not self.lock.acquire(False):
+            raise self._occupied(operation)
         try:
-            return self._begin(self.context, operation.fingerprint, operation, values, timeout)
+            status = self._launch(
+                self.context_address, operation.kernel, operation.address, operation.fingerprint, a, b, c, d, e, f
+            )
         finally:
             self.lock.release()
+        return self._settle(status, operation, self.context) if status else status
 
-    def _begin(
-        self, context: np.ndarray, fingerprint: int, operation: Operation, values: tuple[int, ...], timeout: float | None
-    ) -> int:
-        address = self.context_address if context is self.context else context.ctypes.data
-        if timeout is not None:
-            context[control.TIMEOUT_NS] = int(timeout * 1e9)
-        padding = _NO_VALUES[len(values) :]
-        status = self._launch(address, operation.kernel, operation.address, fingerprint, *values, *padding)
-        if status != control.OK and status != control.CAPACITY and status != control.BAD_VALUE:
-            raise self.error_of(status, operation.text, context)
-        if timeout is not None:
-            context[control.TIMEOUT_NS] = int(self.timeout * 1e9)
-        return status
+    def run_within(self, seconds: float, operation: Operation, *values: int) -> int:
+        """`run` with a deadline of its own."""
+        self.context[control.TIMEOUT_NS] = int(seconds * 1e9)
+        try:
+            return self.run(operation, *values)
+        finally:
+            self.context[control.TIMEOUT_NS] = int(self.timeout * 1e9)
+
+    def run_beside(self, context: np.ndarray, operation: Operation, *values: int, timeout: float | None = None) -> int:
+        """`run` outside of the sequence, in a context of its own: beside whatever else is running."""
+        context[control.TIMEOUT_NS] = int((self.timeout if timeout is None else timeout) * 1e9)
+        padding = (0,) * (CALL_WORDS - len(values))
+        status = self._launch(context.ctypes.data, operation.kernel, operation.address, 0, *values, *padding)
+        return self._settle(status, operation, context) if status else status
 
     def bound(self, operation: Operation, *values: int) -> Callable[[], None]:
-        """A call of `operation` with everything resolved, for hot loops."""
-        launch, lock = self._launch, self.lock
+        """`run` with everything resolved, for hot loops."""
+        launch, lock, context = self._launch, self.lock, self.context
+        padding = (0,) * (CALL_WORDS - len(values))
         arguments = (
-            self.context_address, operation.kernel, operation.address, operation.fingerprint,
-            *values, *_NO_VALUES[len(values) :],
+            self.context_address, operation.kernel, operation.address, operation.fingerprint, *values, *padding
         )  # fmt: skip
 
         def call() -> None:
             if not lock.acquire(False):
-                raise ConfigError(f"rank {self.rank}: {operation.text}: another thread is in an operation")
+                raise self._occupied(operation)
             status = launch(*arguments)
             lock.release()
             if status:
-                raise self.error_of(status, operation.text, self.context)
+                self._settle(status, operation, context)
 
         return call
+
+    def _occupied(self, operation: Operation) -> ConfigError:
+        return ConfigError(f"rank {self.rank}: {operation.text}: another thread is in an operation of the communicator")
+
+    def _settle(self, status: int, operation: Operation, context: np.ndarray) -> int:
+        """Returns a status that the operation itself deals with; raises the error that any other stands for."""
+        if status in (control.CAPACITY, control.BAD_VALUE):
+            return status
+        raise self.error_of(status, operation.text, context)
 
     # ---- failures
 
@@ -239,7 +245,6 @@ class Runtime:
             self.fail(PeerFailedError(f"{where}: interrupted while it waited for {waited}"))
             return KeyboardInterrupt()
         seconds = int(context[control.TIMEOUT_NS]) / 1e9
-        context[control.TIMEOUT_NS] = int(self.timeout * 1e9)
         wanted, found = int(context[control.FAILED_WANTED]), int(context[control.FAILED_FOUND])
         return self.fail(
             TimeoutError(f"{where}: waited {seconds:g} s for {waited}: wanted {wanted:#x}, found {found:#x}")

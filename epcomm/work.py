@@ -1,4 +1,4 @@
-"""Asynchronous operations: one first-in first-out queue and worker thread per communicator, and the handle of a call."""
+"""Asynchronous operations: a first-in first-out queue with its worker thread, and the handle of a call."""
 
 from __future__ import annotations
 
@@ -85,21 +85,16 @@ class Fifo:
         self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
-        self._pending = 0
-
-    @property
-    def busy(self) -> bool:
-        """True while a submitted operation has not run: a synchronous call must queue behind it."""
-        return self._pending > 0
+        self.pending = 0  # submitted operations that have not run: a synchronous call must queue behind them
 
     def call(self, function: Callable[[], Any], result: Any, async_op: bool) -> Any:
         """Runs `function` in its turn. Returns a `Work` if asynchronous, else the result."""
-        if not async_op and not self.busy:
+        if not async_op and not self.pending:
             function()
             return result
         work = Work(function, result)
         with self._lock:
-            self._pending += 1
+            self.pending += 1
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
                 self._thread.start()
@@ -111,7 +106,7 @@ class Fifo:
 
     def drain(self) -> None:
         """Returns once everything submitted so far has run."""
-        if self.busy:
+        if self.pending:
             Fifo.call(self, _nothing, None, True).wait()
 
     def stop(self) -> None:
@@ -127,4 +122,4 @@ class Fifo:
             work._run()
             del work
             with self._lock:
-                self._pending -= 1
+                self.pending -= 1

@@ -62,12 +62,15 @@ class Collectives:
     def _call(self, operation: Operation, values: tuple[int, ...], keep: Any, result: Any, async_op: bool,
               timeout: float | None) -> Any:  # fmt: skip
         """Runs an operation in its turn; `keep` are the tensors behind the addresses."""
-        if not async_op and not self._fifo.busy:
-            self.runtime.run(operation, *values, timeout=timeout)
+        if timeout is None and not async_op and not self._fifo.pending:
+            self.runtime.run(operation, *values)
             return result
 
         def run(keep: Any = keep) -> None:
-            self.runtime.run(operation, *values, timeout=timeout)
+            if timeout is None:
+                self.runtime.run(operation, *values)
+            else:
+                self.runtime.run_within(timeout, operation, *values)
 
         return self._fifo.call(run, result, async_op)
 
@@ -115,7 +118,7 @@ class Collectives:
         fifo = self._fifo
 
         def call(keep: Any = (x, result, operation)) -> torch.Tensor:
-            if fifo.busy:
+            if fifo.pending:
                 fifo.call(run, None, False)
             else:
                 run()

@@ -75,7 +75,7 @@ class PointToPoint:
         def run() -> None:
             channel.operation.args[protocol.MESSAGE] = message.fingerprint
             values = (data.data_ptr(), data.data_ptr(), num_bytes)
-            self._runtime.run(channel.operation, *values, timeout=timeout, context=channel.context)
+            self._runtime.run_beside(channel.context, channel.operation, *values, timeout=timeout)
 
         return channel.fifo.call(run, tensor if kind == "recv" else None, async_op)
 

@@ -51,7 +51,7 @@ class Mapping:
             raise ValueError(f"range [{offset}, {offset + num_bytes}) is outside of a segment of {self.size} bytes")
         buffer = (ctypes.c_uint8 * num_bytes).from_address(self.address + offset)
         buffer.mapping = self  # type: ignore[attr-defined]
-        return np.frombuffer(buffer, dtype=np.uint8)
+        return np.frombuffer(buffer, dtype=np.uint8)  # type: ignore[call-overload]
 
 
 class SymmetricSegment:

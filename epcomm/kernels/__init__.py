@@ -1,1 +1,1 @@
-"""What runs on the device. ``protocol`` holds what both targets share: regions, words and the edges that waits close."""
+"""What runs on the device. ``protocol`` is what targets share: regions, words, and the edges that waits close."""

@@ -1,7 +1,8 @@
-"""From a validated call to a bound operation: kernel, parameter block and tensors table, made once per kind of call."""
+"""From a kind of call to a bound operation: validated once, with everything that doesn't change from call to call."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,30 +22,12 @@ from epcomm.moe.received import Tensors
 from epcomm.runtime import Operation, Runtime, parameter_block
 
 
-class DispatchKey(NamedTuple):
-    """What tells one kind of dispatch from another: (dtype, width) per tensor, and the rest."""
-
-    shapes: tuple[tuple[torch.dtype, int], ...]
-    topk: int
-    index_dtype: torch.dtype
-    has_weights: bool
-
-
-class CombineKey(NamedTuple):
-    """What tells one kind of combine from another: (dtype, width, result dtype) per tensor, and the rest."""
-
-    shapes: tuple[tuple[torch.dtype, int, torch.dtype], ...]
-    topk: int
-    has_weights: bool
-    reduce: bool
-
-
 class Bound(NamedTuple):
-    """An operation, and the table in which each call sets its tensors' addresses and strides."""
+    """An operation and the table of its tensors, in which a call sets the addresses."""
 
     operation: Operation
-    table: np.ndarray
-    table_address: int
+    table: memoryview  # of 64-bit words
+    address: int  # of the table
     tensors: Tensors
 
 
@@ -53,60 +36,59 @@ class Binder:
 
     def __init__(self, runtime: Runtime, memory: Memory, config: Config, name: str):
         self._runtime, self._memory, self._config, self._name = runtime, memory, config, name
-        self._dispatches: dict[DispatchKey, Bound] = {}
-        self._combines: dict[CombineKey, Bound] = {}
-        self.route = runtime.operation(route.address, self._block(), f"route({name})")
-        self.local_context = runtime.new_context(sequenced=False)
-        self.exchange_counts = runtime.operation(exchange_counts.address, self._block(), f"route({name})")
+        self._operations: dict[str, Operation] = {}
+        self.route = self._operation(route.address, f"route({name})")
+        self.route_context = runtime.new_context(sequenced=False)  # it meets no peer
+        self.exchange_counts = self._operation(exchange_counts.address, f"exchange of counts of route({name})")
 
-    def _block(self) -> np.ndarray:
-        args = parameter_block(protocol.NUM_WORDS)
-        args[protocol.STATE] = self._memory.state.ctypes.data
-        args[protocol.LATENCY] = self._config.mode == "latency"
-        return args
+    def _operation(self, kernel: int, text: str) -> Operation:
+        operation = self._operations.get(text)
+        if operation is None:
+            args = parameter_block(protocol.NUM_WORDS)
+            args[protocol.STATE] = self._memory.state.ctypes.data
+            args[protocol.LATENCY] = self._config.mode == "latency"
+            operation = self._operations[text] = self._runtime.operation(kernel, args, text)
+        return operation
 
-    def _bind(
-        self, kernel: int, text: str, tensors: list[tuple[torch.dtype, int]], first_offset: int, reduce: bool
-    ) -> Bound:
+    def _bind(self, operation: Operation, rows: Sequence[torch.Tensor], first_offset: int) -> tuple[Bound, np.ndarray]:
         """Lays the tensors' rows out in a block, each aligned to a line."""
-        args, table = self._block(), np.zeros((len(tensors), protocol.TENSOR_WORDS), dtype=np.int64)
-        offset, described, total = 0, [], 0
-        for record, (dtype, width) in zip(table, tensors, strict=True):
-            row_bytes = width * dtype.itemsize
-            record[protocol.T_ROW_BYTES], record[protocol.T_OFFSET] = row_bytes, first_offset + offset
+        table = np.zeros(len(rows) * protocol.TENSOR_WORDS, dtype=np.int64)
+        records = table.reshape(len(rows), protocol.TENSOR_WORDS)
+        offset, tensors, total = 0, [], 0
+        for record, tensor in zip(records, rows, strict=True):
+            width, item = tensor.shape[1], tensor.element_size()
+            record[protocol.T_STRIDE] = tensor.stride(0) * item
+            record[protocol.T_ROW_BYTES], record[protocol.T_OFFSET] = width * item, first_offset + offset
             record[protocol.T_ELEMENTS] = width
-            described.append((dtype, width, offset))
-            offset, total = align_up(offset + self._memory.capacity * row_bytes, LINE), total + row_bytes
-        args[protocol.NUM_TENSORS], args[protocol.ROW_BYTES_TOTAL] = len(tensors), total
-        args[protocol.REDUCE] = reduce
-        operation = self._runtime.operation(kernel, args, text, keep=table)
-        return Bound(operation, table, table.ctypes.data, tuple(described))
+            tensors.append((tensor.dtype, width, offset))
+            offset, total = align_up(offset + self._memory.capacity * width * item, LINE), total + width * item
+        operation.args[protocol.NUM_TENSORS], operation.args[protocol.ROW_BYTES_TOTAL] = len(rows), total
+        return Bound(operation, table.data, table.ctypes.data, tuple(tensors)), records
 
-    def dispatch(self, key: DispatchKey) -> Bound:
-        """The dispatch of tensors of these dtypes and widths."""
-        bound = self._dispatches.get(key)
-        if bound is None:
-            tensors = ", ".join(f"{dtype} x {width}" for dtype, width in key.shapes)
-            text = (
-                f"dispatch({self._name}, x=[{tensors}], topk={key.topk}, {key.index_dtype}, "
-                f"topk_weights={'given' if key.has_weights else None})"
-            )
-            bound = self._bind(dispatch.address, text, list(key.shapes), self._memory.regions.rows, False)
-            self._dispatches[key] = bound
+    def dispatch(self, x: Sequence[torch.Tensor], topk: int, index_dtype: torch.dtype, has_weights: bool) -> Bound:
+        """The dispatch of tensors like these."""
+        text = (
+            f"dispatch({self._name}, x=[{_describe(x)}], topk={topk}, {index_dtype}, "
+            f"topk_weights={'given' if has_weights else None})"
+        )
+        return self._bind(self._operation(dispatch.address, text), x, self._memory.regions.rows)[0]
+
+    def combine(
+        self, y: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], topk: int, has_weights: bool, reduce: bool
+    ) -> Bound:
+        """The combine of tensors like these. What a rank does with its result is its own affair."""
+        text = (
+            f"combine({self._name}, y=[{_describe(y)}], topk={topk}, "
+            f"topk_weights={'given' if has_weights else None}, reduce={reduce})"
+        )
+        operation = self._operation(combine.address, text)
+        operation.args[protocol.REDUCE] = reduce
+        bound, records = self._bind(operation, y, 0)
+        for record, tensor, out in zip(records, y, outs, strict=True):
+            record[protocol.T_ROW_SUM] = row_sum(tensor.dtype, out.dtype).address
+            record[protocol.T_OUT_STRIDE] = out.stride(-2) * out.element_size()
         return bound
 
-    def combine(self, key: CombineKey) -> Bound:
-        """The combine of tensors of these dtypes and widths. What a rank does with its result is its own affair."""
-        bound = self._combines.get(key)
-        if bound is None:
-            tensors = ", ".join(f"{dtype} x {width}" for dtype, width, _ in key.shapes)
-            text = (
-                f"combine({self._name}, y=[{tensors}], topk={key.topk}, "
-                f"topk_weights={'given' if key.has_weights else None}, reduce={key.reduce})"
-            )
-            shapes = [(dtype, width) for dtype, width, _ in key.shapes]
-            bound = self._bind(combine.address, text, shapes, 0, key.reduce)
-            for record, (dtype, _, result_dtype) in zip(bound.table, key.shapes, strict=True):
-                record[protocol.T_ROW_SUM] = row_sum(dtype, result_dtype).address
-            self._combines[key] = bound
-        return bound
+
+def _describe(tensors: Sequence[torch.Tensor]) -> str:
+    return ", ".join(f"{tensor.dtype} x {tensor.shape[-1]}" for tensor in tensors)

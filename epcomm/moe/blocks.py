@@ -1,6 +1,8 @@
-"""Blocks of a handle's symmetric memory that are lent to results, and come back when the last tensor on them is gone."""
+"""Blocks of a handle's symmetric memory that are lent to results; they return when the last tensor on them is gone."""
 
 from __future__ import annotations
+
+from heapq import heappop, heappush
 
 import numpy as np
 import torch
@@ -21,7 +23,7 @@ class Lease:
         """Returns the block now, for a result that no one will see."""
         pool, self._pool = self._pool, None
         if pool is not None:
-            pool.free.append(self.index)  # one append: safe from whichever thread drops the last reference
+            heappush(pool.free, self.index)  # in C, under the GIL: safe from any thread that drops the last reference
 
     def __del__(self) -> None:
         self.release()
@@ -36,18 +38,15 @@ class _LeasedBuffer(np.ndarray):
 class BlockPool:
     """The blocks of one kind in this rank's part of a segment."""
 
-    def __init__(self, mapping: Mapping, offset: int, block_bytes: int, num_blocks: int):
-        self.address, self.block_bytes, self.num_blocks = mapping.address + offset, block_bytes, num_blocks
-        self.free = list(range(num_blocks))
+    def __init__(self, mapping: Mapping, offset: int, block_bytes: int, num_blocks: int, num_lent: int):
+        self.address, self.block_bytes = mapping.address + offset, block_bytes
+        self.free = list(range(num_lent))  # a heap: the lowest block is the most likely to be in cache
+        self._size = block_bytes * num_blocks
         self._arrays = [mapping.array(offset + i * block_bytes, block_bytes) for i in range(num_blocks)]
 
-    def take(self) -> Lease | None:
-        """The free block with the lowest number (the one most likely in cache), or None."""
-        if not self.free:
-            return None
-        index = min(self.free)
-        self.free.remove(index)
-        return Lease(self, index)
+    def take(self) -> Lease:
+        """The free block with the lowest number; there must be one."""
+        return Lease(self, heappop(self.free))
 
     def buffer(self, lease: Lease) -> np.ndarray:
         """The block's bytes, as an object that keeps the lease."""
@@ -58,7 +57,7 @@ class BlockPool:
     def locate(self, address: int) -> tuple[int, int] | None:
         """Block number and offset of an address in this pool, or None."""
         offset = address - self.address
-        if 0 <= offset < self.block_bytes * self.num_blocks:
+        if 0 <= offset < self._size:
             return divmod(offset, self.block_bytes)
         return None
 

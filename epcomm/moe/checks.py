@@ -11,6 +11,8 @@ import torch
 from epcomm.errors import CapacityError, ConfigError
 from epcomm.kernels.protocol.expert_parallel import MAX_TENSORS
 
+INDEX_DTYPES = (torch.int64, torch.int32)
+
 
 def describe(tensor: Any) -> str:
     """dtype and shape of a tensor, or the type of something else."""
@@ -32,7 +34,7 @@ def check_indices(where: str, topk_idx: Any, max_tokens: int, max_topk: int) -> 
     if (
         not isinstance(topk_idx, torch.Tensor)
         or topk_idx.dim() != 2
-        or topk_idx.dtype not in (torch.int64, torch.int32)
+        or topk_idx.dtype not in INDEX_DTYPES
         or topk_idx.device.type != "cpu"
     ):
         raise ConfigError(
@@ -60,7 +62,8 @@ def check_rows(
         or (dtypes is not None and tensor.dtype not in dtypes)
     ):
         shape = ", ".join([*map(str, leading), "hidden"])
-        raise ConfigError(f"{where}: argument `{name}`: wanted [{shape}] of {wanted_dtype} on cpu, got {describe(tensor)}")
+        wanted = f"[{shape}] of {wanted_dtype} on cpu"
+        raise ConfigError(f"{where}: argument `{name}`: wanted {wanted}, got {describe(tensor)}")
     rows = tensor.detach()
     if rows.dim() != 2:
         rows = rows.reshape(math.prod(leading), rows.shape[-1])
@@ -80,11 +83,12 @@ def check_weights(where: str, weights: Any, num_tokens: int, topk: int) -> torch
         raise ConfigError(
             f"{where}: argument `topk_weights`: wanted floats [{num_tokens}, {topk}] on cpu, got {describe(weights)}"
         )
-    return weights.detach().to(torch.float32).contiguous()
+    return weights if weights.dtype == torch.float32 and weights.is_contiguous() else weights.float().contiguous()
 
 
-def check_row_bytes(where: str, name: str, total: int, most: int) -> None:
+def check_row_bytes(where: str, name: str, tensors: Sequence[torch.Tensor], most: int) -> None:
     """The rows of all tensors together must fit in a row of the memory that was reserved."""
+    total = sum(tensor.shape[-1] * tensor.element_size() for tensor in tensors)
     if total > most:
         raise CapacityError(
             f"{where}: argument `{name}`: wanted rows of at most {most} bytes together (hidden * dtype of "
@@ -117,6 +121,31 @@ def check_out(
         ):
             names = " or ".join(str(dtype) for dtype in allowed)
             raise ConfigError(
-                f"{where}: argument `out`: wanted {shape} of {names} on cpu with contiguous rows, got {describe(tensor)}"
+                f"{where}: argument `out`: wanted {shape} of {names} on cpu, rows contiguous, got {describe(tensor)}"
             )
     return outs
+
+
+def check_flat_combine(where: str, has_weights: bool, reduce: bool) -> None:
+    """In the flat layout a row is already the sum of a token's weighted expert outputs on that rank."""
+    if has_weights:
+        raise ConfigError(f"{where}: argument `topk_weights`: wanted None in the flat layout, of weighted sums")
+    if not reduce:
+        raise ConfigError(f"{where}: argument `reduce`: the flat layout has no row per slot to return")
+
+
+def check_bias(
+    where: str, bias: Any, rows: Sequence[torch.Tensor], num_tokens: int, reduce: bool
+) -> list[torch.Tensor]:
+    """One addend per tensor of y, of its dtype and width."""
+    if not reduce:
+        raise ConfigError(f"{where}: argument `bias`: there is no sum to add it to with reduce=False")
+    biases = as_tuple(where, "bias", bias)
+    if len(biases) != len(rows):
+        raise ConfigError(f"{where}: argument `bias`: wanted {len(rows)} tensors like y, got {len(biases)}")
+    checked = []
+    for addend, row in zip(biases, rows, strict=True):
+        checked.append(check_rows(where, "bias", addend, (num_tokens,), (row.dtype,)))
+        if addend.shape[1] != row.shape[1]:
+            raise ConfigError(f"{where}: argument `bias`: wanted width {row.shape[1]}, got {addend.shape[1]}")
+    return checked

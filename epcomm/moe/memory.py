@@ -47,10 +47,9 @@ class Memory:
                 prefault.append((outputs + i * output_bytes, balanced))
         self.segment = runtime.segment(layout.size, prefault)
         own = self.segment.own
-        self.receive = BlockPool(own, blocks, self.regions.size, config.blocks)
+        self.receive = BlockPool(own, blocks, self.regions.size, config.blocks, num_lent=config.blocks)
         # the last output block is for staging; the others are lent by output_buffer()
-        self.outputs = BlockPool(own, outputs, output_bytes, config.blocks)
-        self.outputs.free = list(range(config.blocks - 1))
+        self.outputs = BlockPool(own, outputs, output_bytes, config.blocks, num_lent=config.blocks - 1)
         self._tables = self._placement_tables(config, size)
         self._marks = np.zeros(2 * config.num_experts + size, dtype=np.int32)
         scratch_words = 5 * (max(config.topk, size) + 1)

@@ -101,7 +101,7 @@ class Received:
 
     @cached_property
     def expert_offsets(self) -> torch.Tensor | None:
-        """int32 [local experts + 1]: aligned first row of each local expert, then the number of rows; contiguous only."""
+        """int32 [local experts + 1]: aligned first row of each local expert, then all rows; contiguous only."""
         if self.ep.layout_code != protocol.CONTIGUOUS:
             return None
         counts = self.routing.received_counts().sum(axis=0, dtype=np.int64)

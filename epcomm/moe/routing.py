@@ -11,6 +11,7 @@ from epcomm.heap.layout import Layout
 from epcomm.kernels.protocol import expert_parallel as protocol
 
 if TYPE_CHECKING:
+    from epcomm.moe.calls import Calls
     from epcomm.moe.expert_parallel import ExpertParallel
 
 
@@ -30,7 +31,8 @@ class Workspace:
         rows_of = layout.add("rows_of", size * 4, 64)
         self._memory = np.zeros(layout.size, dtype=np.uint8)
         self.address = self._memory.ctypes.data
-        self.header = self._memory[: protocol.ROUTING_WORDS * 8].view(np.int64)
+        # a memoryview is quicker to set than an array
+        self.header = self._memory[: protocol.ROUTING_WORDS * 8].view(np.int64).data
         for at, offset in (
             (protocol.EXPERT, slots),
             (protocol.POSITION, positions),
@@ -52,9 +54,11 @@ class Routing:
     Attributes: ``num_tokens``, ``topk``, ``index_dtype`` (of the indices it was made from).
     """
 
-    __slots__ = ("ep", "generation", "index_dtype", "is_placed", "num_tokens", "topk", "workspace")
+    __slots__ = ("calls", "ep", "generation", "index_dtype", "is_placed", "num_tokens", "topk", "workspace")
 
-    def __init__(self, ep: ExpertParallel, workspace: Workspace, num_tokens: int, topk: int, index_dtype: torch.dtype):
+    def __init__(self, ep: ExpertParallel, calls: Calls, workspace: Workspace, num_tokens: int, topk: int,
+                 index_dtype: torch.dtype):  # fmt: skip
+        self.calls = calls
         self.ep, self.workspace, self.generation = ep, workspace, ep.generation
         self.num_tokens, self.topk, self.index_dtype = num_tokens, topk, index_dtype
         self.is_placed = False  # everyone's counts are known: since route (throughput) or the first dispatch (latency)

@@ -35,7 +35,7 @@ device = numba.njit(nogil=True, error_model="numpy")
 
 @functools.cache
 def cache_directory() -> Path:
-    """Where compiled kernels are kept: ``$XDG_CACHE_HOME/epcomm/<hash>``, else under the home or temporary directory."""
+    """Where compiled kernels are kept: ``$XDG_CACHE_HOME/epcomm/<hash>``, or under the home or temporary folder."""
     digest = hashlib.sha256()
     for folder in _SOURCES:
         for path in sorted((_PACKAGE / folder).rglob("*.py")):

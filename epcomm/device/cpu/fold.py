@@ -26,6 +26,8 @@ _STREAMING_ACCUMULATORS = 4
 #: Bytes that streaming fetches ahead of its loads, shared by all sources: with many more, lines are evicted before use.
 _PREFETCH_BYTES = 8192
 _LEAST_PREFETCH_BYTES = 256
+#: Tells a flag from an address: nothing is mapped in the first page.
+_LEAST_ADDRESS = 4096
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ def _prefetch(builder: Any, address: Any) -> None:
 def make_fold(name: str, fold: Fold) -> Any:
     """``f(destination, sources, weights, num_sources, num_items, streaming)`` for kernels; at least one source.
 
-    `streaming` is 0, 1, or the address of the sources of the call that follows: as many addresses, whose first bytes
+    `streaming` is 0, another flag, or the address of the sources of the call that follows: as many addresses, whose first bytes
     are then fetched while this call reads its last. `name` is that of the kernel which is made of it.
     """
     step_items, block_items = fold.step_items, fold.block_items(ACCUMULATORS)
@@ -181,11 +183,12 @@ def make_fold(name: str, fold: Fold) -> Any:
             # what lies `distance` ahead may be in this call's sources or in those of the call that follows
             row_bytes = num_items * in_bytes
             distance = min(max(_PREFETCH_BYTES // num_sources, _LEAST_PREFETCH_BYTES), row_bytes)
-            if prefetch and streaming == 1:
+            has_following = streaming >= _LEAST_ADDRESS
+            if prefetch and not has_following:
                 for at in range(0, distance, VECTOR_BYTES):
                     for k in range(num_sources):
                         _prefetch_line(word(sources, k) + done * in_bytes + at)
-            following = sources if streaming == 1 else streaming
+            following = streaming if has_following else sources
             while done + stream_items <= num_items:
                 ahead = done * in_bytes + distance
                 if ahead < row_bytes:

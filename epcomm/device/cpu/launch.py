@@ -7,7 +7,6 @@ of its own), runs its program of it, and counts itself done.
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -26,7 +25,15 @@ from epcomm.device.cpu.memory import (
     store_release,
     word,
 )
-from epcomm.device.cpu.waiting import aborted, pause, push_header, raise_abort, semaphore_post, semaphore_wait, yield_core
+from epcomm.device.cpu.waiting import (
+    aborted,
+    pause,
+    push_header,
+    raise_abort,
+    semaphore_post,
+    semaphore_wait,
+    yield_core,
+)
 
 # pool block (words): the launch in progress, then one record per thread
 _LAUNCH, _PROGRAM, _CTX, _ARGS, _NUM_THREADS, _DONE, _STATUS, _STOP = range(8)

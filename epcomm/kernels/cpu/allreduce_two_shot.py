@@ -74,9 +74,8 @@ def _reduce_channel(ctx, args, channel, x, out, num_bytes):
                     return status
             for rank in range(size):
                 set_word(sources, rank, x + done * chunk + low if rank == me else peer(ctx, rank) + staged + at)
-            call5(
-                word(args, protocol.REDUCE), peer(ctx, me) + reduced + at, sources, size, min(length, low + part) - low, 0
-            )
+            to, part_bytes = peer(ctx, me) + reduced + at, min(length, low + part) - low
+            call5(word(args, protocol.REDUCE), to, sources, size, part_bytes, 0)
             signal(peer(ctx, me) + reduced_word, first + done + 1)
         if step > 1:
             done = step - 2

@@ -49,7 +49,7 @@ def _meet_peers(ctx, args, state, routing, epoch):
     for distance in range(1, size):
         rank = (me + distance) % size
         granted = signal_word(ctx, state, kind, me, rank)
-        status = meet(ctx, granted, epoch << protocol.PAYLOAD_BITS, rank, sites.DISPATCH_GRANT)  # WAR (latency: and RAW)
+        status = meet(ctx, granted, epoch << protocol.PAYLOAD_BITS, rank, sites.DISPATCH_GRANT)  # WAR; RAW of counts
         if status != control.OK:
             return status
     if latency:

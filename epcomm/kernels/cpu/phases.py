@@ -1,4 +1,4 @@
-"""Phases among the programs of one rank: the last to arrive announces the end, program 0 announces what others follow."""
+"""Phases among the programs of one rank: the last to arrive ends one, program 0 announces what others follow."""
 
 from __future__ import annotations
 

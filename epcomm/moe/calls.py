@@ -1,0 +1,209 @@
+"""From a call to a bound operation, the quick way or the careful way.
+
+What was seen to be right before is recognised by its kind (dtypes, widths, strides, options) and not looked at again,
+but for the number of rows. Anything else is validated and bound. An argument error fails the communicator, so that
+peers which are in the operation learn of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from epcomm.errors import CapacityError, ClosedError, ConfigError
+from epcomm.kernels.cpu.row_sum import ROW_SUM_DTYPES
+from epcomm.kernels.protocol import expert_parallel as protocol
+from epcomm.moe.bind import Binder, Bound
+from epcomm.moe.checks import (
+    INDEX_DTYPES,
+    as_tuple,
+    check_bias,
+    check_flat_combine,
+    check_indices,
+    check_out,
+    check_row_bytes,
+    check_rows,
+    check_weights,
+)
+from epcomm.moe.config import Config
+from epcomm.moe.routing import Routing
+from epcomm.runtime import Runtime
+
+_MOST_REMEMBERED = 1024  # kinds of call: shapes that vary without end must not grow memory without end
+
+
+class Calls:
+    """The calls of one handle. `generation` and `is_closed` are the handle's."""
+
+    def __init__(self, runtime: Runtime, binder: Binder, config: Config, name: str):
+        self._runtime, self._binder, self._config, self._name = runtime, binder, config, name
+        self.generation, self.is_closed = runtime.generation, False
+        self._row_bytes = config.hidden * config.dtype.itemsize
+        self._is_flat, self._is_padded = config.layout == "flat", config.layout == "padded"
+        self._padded_shape = len(config.experts_of(runtime.rank)), runtime.size * config.max_tokens
+        self._dispatches: dict[Any, Bound] = {}
+        self._combines: dict[Any, Bound] = {}
+
+    def indices(self, topk_idx: Any) -> torch.Tensor:
+        """`topk_idx` as `route` wants it, but for its values."""
+        try:
+            num_tokens, topk = topk_idx.shape
+            if (
+                num_tokens <= self._config.max_tokens
+                and topk <= self._config.topk
+                and topk_idx.dtype in INDEX_DTYPES
+                and topk_idx.is_cpu
+                and topk_idx.is_contiguous()
+                and not self.is_closed
+            ):
+                return topk_idx
+        except (AttributeError, TypeError, ValueError):
+            pass  # the careful way says what is wrong
+        return self.checked(self._check_indices, topk_idx)
+
+    def weights(self, operation: str, weights: Any, routing: Any) -> torch.Tensor | None:
+        """The weights as contiguous float32, or None."""
+        if weights is None or not isinstance(routing, Routing):
+            return None
+        where = f"rank {self._runtime.rank}: {operation}"
+        return self.checked(check_weights, where, weights, routing.num_tokens, routing.topk)
+
+    def dispatch(self, x: Any, routing: Any, has_weights: bool) -> tuple[Any, Bound]:
+        """(tensors of x, bound operation) of a dispatch."""
+        key = self._key(routing, has_weights, True, x, ())
+        bound = self._dispatches.get(key)
+        if bound is None or self._misfits(routing, x, (routing.num_tokens,)):
+            return self.checked(self._bind_dispatch, x, routing, has_weights)
+        return x, bound
+
+    def combine(
+        self, y: Any, routing: Any, has_weights: bool, bias: Any, outs: Any, reduce: bool
+    ) -> tuple[Any, Any, Bound]:
+        """(tensors of y, results, bound operation) of a combine; `outs` is empty if the caller gave no results."""
+        key = self._key(routing, has_weights, reduce, y, outs)
+        bound = self._combines.get(key)
+        if bound is None or bias is not None or self._misfits(routing, y, self.rows_shape(routing)):
+            return self.checked(self._bind_combine, y, routing, has_weights, bias, outs, reduce)
+        lead = self._out_shape(routing, reduce)
+        if not outs:
+            return y, tuple(torch.empty((*lead, row.shape[-1]), dtype=row.dtype) for row in y), bound
+        if self._misfits(routing, outs, lead):
+            return self.checked(self._bind_combine, y, routing, has_weights, bias, outs, reduce)
+        return y, outs, bound
+
+    def rows_shape(self, routing: Routing) -> tuple[int, ...]:
+        """The shape of this rank's received rows, without their width."""
+        return self._padded_shape if self._is_padded else (routing.num_rows,)
+
+    def _out_shape(self, routing: Routing, reduce: bool) -> tuple[int, ...]:
+        """The shape of combine's result, without its width."""
+        return (routing.num_tokens,) if reduce else (routing.num_tokens, routing.topk)
+
+    # ---- the quick way
+
+    def _key(self, routing: Any, has_weights: bool, reduce: bool, tensors: Any, outs: Any) -> Any:
+        """Everything that a bound operation depends on, or None for what isn't even a tensor."""
+        try:
+            return (
+                routing.topk,
+                routing.index_dtype,
+                has_weights,
+                reduce,
+                *[(t.dtype, t.shape[-1], t.stride(), t.is_cpu, t.is_neg()) for t in tensors],
+                *[(t.dtype, t.shape[-1], t.stride(), t.is_cpu) for t in outs],
+            )
+        except (AttributeError, IndexError, TypeError):
+            return None
+
+    def _misfits(self, routing: Routing, tensors: Any, lead: tuple[int, ...]) -> bool:
+        """True if a tensor of a known kind doesn't have this call's rows, or the routing can't be used here."""
+        for tensor in tensors:
+            if tensor.shape[:-1] != lead:
+                return True
+        return routing.calls is not self or routing.generation != self.generation or self.is_closed
+
+    # ---- the careful way
+
+    def checked(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Runs a validation."""
+        try:
+            return function(*args)
+        except (ConfigError, CapacityError) as error:
+            raise self._runtime.reject(error) from None
+
+    def _check_indices(self, topk_idx: Any) -> torch.Tensor:
+        where = f"rank {self._runtime.rank}: route"
+        self._check_open(where)
+        return check_indices(where, topk_idx, self._config.max_tokens, self._config.topk)
+
+    def _bind_dispatch(self, x: Any, routing: Any, has_weights: bool) -> tuple[Any, Bound]:
+        where = f"rank {self._runtime.rank}: dispatch"
+        self._check_routing(where, routing)
+        x = as_tuple(where, "x", x)
+        tensors = [check_rows(where, "x", tensor, (routing.num_tokens,)) for tensor in x]
+        check_row_bytes(where, "x", tensors, self._row_bytes)
+        bound = self._binder.dispatch(tensors, routing.topk, routing.index_dtype, has_weights)
+        if _are_read_in_place(x, tensors):
+            _remember(self._dispatches, self._key(routing, has_weights, True, x, ()), bound)
+        return tensors, bound
+
+    def _bind_combine(
+        self, y: Any, routing: Any, has_weights: bool, bias: Any, outs: Any, reduce: bool
+    ) -> tuple[Any, Any, Bound]:
+        where = f"rank {self._runtime.rank}: combine"
+        self._check_routing(where, routing)
+        if not routing.is_placed:
+            raise ConfigError(f"{where}: argument `received`: this routing was not dispatched yet")
+        if self._is_flat:
+            check_flat_combine(where, has_weights, reduce)
+        lead = self.rows_shape(routing)
+        y = as_tuple(where, "y", y)
+        rows = [check_rows(where, "y", tensor, lead, ROW_SUM_DTYPES) for tensor in y]
+        check_row_bytes(where, "y", rows, self._row_bytes)
+        shapes = [(*self._out_shape(routing, reduce), row.shape[-1]) for row in rows]
+        results = check_out(where, outs or None, shapes, [row.dtype for row in rows], ROW_SUM_DTYPES)
+        bound = self._binder.combine(rows, results, routing.topk, has_weights, reduce)
+        if bias is not None:
+            for i, addend in enumerate(check_bias(where, bias, rows, routing.num_tokens, reduce)):
+                record = i * protocol.TENSOR_WORDS
+                bound.table[record + protocol.T_BIAS] = addend.data_ptr()
+                bound.table[record + protocol.T_BIAS_STRIDE] = addend.stride(0) * addend.element_size()
+        elif _are_read_in_place(y, rows):
+            _remember(self._combines, self._key(routing, has_weights, reduce, y, outs), bound)
+        return rows, results, bound
+
+    def results_of_dispatch(self, out: Any, x: Any, routing: Routing) -> tuple[torch.Tensor, ...] | None:
+        """The caller's tensors for a dispatch's rows, if there are any and they fit."""
+        if out is None:
+            return None
+        where = f"rank {self._runtime.rank}: dispatch"
+        shapes = [(*self.rows_shape(routing), tensor.shape[1]) for tensor in x]
+        return check_out(where, out, shapes, [tensor.dtype for tensor in x])
+
+    def _check_open(self, where: str) -> None:
+        if self.is_closed:
+            raise ClosedError(f"{where}: {self._name} is closed")
+
+    def _check_routing(self, where: str, routing: Any) -> None:
+        self._check_open(where)
+        if not isinstance(routing, Routing):
+            raise ConfigError(f"{where}: argument `routing`: wanted what route returned, got {type(routing).__name__}")
+        if routing.calls is not self:
+            raise ConfigError(f"{where}: argument `routing`: it was made by another handle, {routing.ep.name}")
+        if routing.generation != self.generation:
+            raise ClosedError(f"{where}: argument `routing`: it is from before the communicator was reset")
+
+
+def _are_read_in_place(tensors: Any, rows: Any) -> bool:
+    """True if the kernel reads the caller's tensors as they are: the next of their kind needs no copy either."""
+    pairs = zip(tensors, rows, strict=True)
+    return all(row.data_ptr() == tensor.data_ptr() and not tensor.is_complex() for tensor, row in pairs)
+
+
+def _remember(bound: dict[Any, Bound], key: Any, value: Bound) -> None:
+    """Keeps a bound operation for the next call of its kind."""
+    if len(bound) >= _MOST_REMEMBERED:
+        bound.clear()
+    bound[key] = value
