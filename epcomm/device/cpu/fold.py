@@ -162,8 +162,8 @@ def _prefetch(builder: Any, address: Any) -> None:
 def make_fold(name: str, fold: Fold) -> Any:
     """``f(destination, sources, weights, num_sources, num_items, streaming)`` for kernels; at least one source.
 
-    `streaming` is 0, another flag, or the address of the sources of the call that follows: as many addresses, whose first bytes
-    are then fetched while this call reads its last. `name` is that of the kernel which is made of it.
+    `streaming` is 0, another flag, or the address of the sources of the call that follows: as many addresses, whose
+    first bytes are then fetched while this call reads its last. `name` is that of the kernel which is made of it.
     """
     step_items, block_items = fold.step_items, fold.block_items(ACCUMULATORS)
     stream_items = fold.block_items(_STREAMING_ACCUMULATORS)
