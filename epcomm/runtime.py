@@ -59,6 +59,16 @@ def parameter_block(num_words: int) -> np.ndarray:
     return np.zeros(max(num_words, CALL_WORDS), dtype=np.int64)
 
 
+class Context:
+    """A context block (see `device.control`): its words, for the host, and its address, for kernels."""
+
+    __slots__ = ("address", "words")
+
+    def __init__(self, num_words: int):
+        self.words = np.zeros(num_words, dtype=np.int64)
+        self.address = self.words.ctypes.data
+
+
 class Runtime:
     """One rank of one communicator. See DESIGN sections 5 and 6 for the contract."""
 
@@ -71,16 +81,15 @@ class Runtime:
         self._resettable: weakref.WeakSet[Any] = weakref.WeakSet()
         self._num_texts = 0
         self._pool: Pool | None = None
-        self._contexts: list[np.ndarray] = []
+        self._contexts: list[Context] = []
         self._raise_abort = load_raise_abort()
         self._launch = load_run()
         self.control = self.segment(control_bytes)
         self._own = self.control.own.array(0, control_bytes)
         self.context = self.new_context(sequenced=True)
-        self.context_address = self.context.ctypes.data
         if num_threads > 1:
             self._pool = Pool(num_threads - 1)
-            self.context[control.POOL] = self._pool.address
+            self.context.words[control.POOL] = self._pool.address
         self.num_threads = num_threads
         self._watch_peers()
         _live.add(self)
@@ -107,21 +116,22 @@ class Runtime:
             mappings.append(mapping)
         return SymmetricSegment(self.rank, mappings)
 
-    def new_context(self, *, sequenced: bool) -> np.ndarray:
+    def new_context(self, *, sequenced: bool) -> Context:
         """A context block; one outside of the sequence (for send and recv) may run beside the others."""
-        context = np.zeros(control.CONTEXT_WORDS + self.size, dtype=np.int64)
-        context[control.RANK], context[control.SIZE] = self.rank, self.size
+        context = Context(control.CONTEXT_WORDS + self.size)
+        words = context.words
+        words[control.RANK], words[control.SIZE] = self.rank, self.size
         shares_core = self.size > len(os.sched_getaffinity(0))
-        context[control.SPINS] = _SPINS_SHARING_CORES if shares_core else _SPINS_WITH_OWN_CORE
-        context[control.TIMEOUT_NS] = int(self.timeout * 1e9)
-        context[control.PEERS :] = self.control.bases
+        words[control.SPINS] = _SPINS_SHARING_CORES if shares_core else _SPINS_WITH_OWN_CORE
+        words[control.TIMEOUT_NS] = int(self.timeout * 1e9)
+        words[control.PEERS :] = self.control.bases
         self._contexts.append(context)
         self._start_generation(context, sequenced)
         return context
 
-    def _start_generation(self, context: np.ndarray, sequenced: bool) -> None:
-        context[control.GENERATION] = self.generation
-        context[control.SEQUENCE] = (self.generation << control.GENERATION_SHIFT) if sequenced else 0
+    def _start_generation(self, context: Context, sequenced: bool) -> None:
+        context.words[control.GENERATION] = self.generation
+        context.words[control.SEQUENCE] = (self.generation << control.GENERATION_SHIFT) if sequenced else 0
 
     # ---- operations
 
@@ -145,7 +155,7 @@ class Runtime:
             raise self._occupied(operation)
         try:
             status = self._launch(
-                self.context_address, operation.kernel, operation.address, operation.fingerprint, a, b, c, d, e, f
+                self.context.address, operation.kernel, operation.address, operation.fingerprint, a, b, c, d, e, f
             )
         finally:
             self.lock.release()
@@ -153,17 +163,17 @@ class Runtime:
 
     def run_within(self, seconds: float, operation: Operation, *values: int) -> int:
         """`run` with a deadline of its own."""
-        self.context[control.TIMEOUT_NS] = int(seconds * 1e9)
+        self.context.words[control.TIMEOUT_NS] = int(seconds * 1e9)
         try:
             return self.run(operation, *values)
         finally:
-            self.context[control.TIMEOUT_NS] = int(self.timeout * 1e9)
+            self.context.words[control.TIMEOUT_NS] = int(self.timeout * 1e9)
 
-    def run_beside(self, context: np.ndarray, operation: Operation, *values: int, timeout: float | None = None) -> int:
+    def run_beside(self, context: Context, operation: Operation, *values: int, timeout: float | None = None) -> int:
         """`run` outside of the sequence, in a context of its own: beside whatever else is running."""
-        context[control.TIMEOUT_NS] = int((self.timeout if timeout is None else timeout) * 1e9)
+        context.words[control.TIMEOUT_NS] = int((self.timeout if timeout is None else timeout) * 1e9)
         padding = (0,) * (CALL_WORDS - len(values))
-        status = self._launch(context.ctypes.data, operation.kernel, operation.address, 0, *values, *padding)
+        status = self._launch(context.address, operation.kernel, operation.address, 0, *values, *padding)
         return self._settle(status, operation, context) if status else status
 
     def bound(self, operation: Operation, *values: int) -> Callable[[], None]:
@@ -171,7 +181,7 @@ class Runtime:
         launch, lock, context = self._launch, self.lock, self.context
         padding = (0,) * (CALL_WORDS - len(values))
         arguments = (
-            self.context_address, operation.kernel, operation.address, operation.fingerprint, *values, *padding
+            self.context.address, operation.kernel, operation.address, operation.fingerprint, *values, *padding
         )  # fmt: skip
 
         def call() -> None:
@@ -187,7 +197,7 @@ class Runtime:
     def _occupied(self, operation: Operation) -> ConfigError:
         return ConfigError(f"rank {self.rank}: {operation.text}: another thread is in an operation of the communicator")
 
-    def _settle(self, status: int, operation: Operation, context: np.ndarray) -> int:
+    def _settle(self, status: int, operation: Operation, context: Context) -> int:
         """Returns a status that the operation itself deals with; raises the error that any other stands for."""
         if status in (control.CAPACITY, control.BAD_VALUE):
             return status
@@ -225,27 +235,27 @@ class Runtime:
         """Fails the communicator on all ranks; peers raise `PeerFailedError` quoting `message`."""
         self.fail(PeerFailedError(message))
 
-    def error_of(self, status: int, text: str, context: np.ndarray) -> BaseException:
+    def error_of(self, status: int, text: str, context: Context) -> BaseException:
         """The exception for a status that stopped an operation; the communicator is failed by it."""
         where = f"rank {self.rank}: {text}"
-        sequence = int(context[control.SEQUENCE]) & ((1 << control.GENERATION_SHIFT) - 1)
+        sequence = int(context.words[control.SEQUENCE]) & ((1 << control.GENERATION_SHIFT) - 1)
         if sequence:
             where += f" (sequence {sequence})"
         if status == control.CLOSED:
             return ClosedError(f"{where}: the communicator is closed, or belongs to the parent of this fork")
         if status == control.ABORTED:
             return self._abort_error(where)
-        peer = int(context[control.FAILED_PEER])
+        peer = int(context.words[control.FAILED_PEER])
         if status == control.MISMATCH:
-            other = self._peer_text(peer, int(context[control.FAILED_FOUND])) or "another operation"
+            other = self._peer_text(peer, int(context.words[control.FAILED_FOUND])) or "another operation"
             message = f"{where}: rank {peer} is in {other}; all ranks must call the same operations in the same order"
             return self.fail(MismatchError(message), control.PEER_MISMATCH)
-        waited = f"rank {peer}, {describe_site(int(context[control.FAILED_SITE]))}"
+        waited = f"rank {peer}, {describe_site(int(context.words[control.FAILED_SITE]))}"
         if status == control.INTERRUPTED:
             self.fail(PeerFailedError(f"{where}: interrupted while it waited for {waited}"))
             return KeyboardInterrupt()
-        seconds = int(context[control.TIMEOUT_NS]) / 1e9
-        wanted, found = int(context[control.FAILED_WANTED]), int(context[control.FAILED_FOUND])
+        seconds = int(context.words[control.TIMEOUT_NS]) / 1e9
+        wanted, found = int(context.words[control.FAILED_WANTED]), int(context.words[control.FAILED_FOUND])
         return self.fail(
             TimeoutError(f"{where}: waited {seconds:g} s for {waited}: wanted {wanted:#x}, found {found:#x}")
         )
@@ -319,7 +329,7 @@ class Runtime:
             self.hub.generation = self.generation
             self.failure = None
             for context in self._contexts:
-                self._start_generation(context, sequenced=bool(context[control.SEQUENCE]))
+                self._start_generation(context, sequenced=bool(context.words[control.SEQUENCE]))
             for member in list(self._resettable):
                 member.start_generation(self.generation)
             self.hub.barrier(timeout=limit, check=nothing)  # every rank ignores what was raised before
@@ -335,7 +345,7 @@ class Runtime:
         finally:
             self.closed = True
             for context in self._contexts:
-                context[control.IS_CLOSED] = 1
+                context.words[control.IS_CLOSED] = 1
             monitor.forget(self._pidfds)
             self.hub.close()
             if self._pool is not None:
@@ -371,7 +381,7 @@ def _after_fork_in_child() -> None:
     for runtime in list(_live):
         runtime.closed = True
         for context in runtime._contexts:
-            context[control.IS_CLOSED] = 1
+            context.words[control.IS_CLOSED] = 1
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

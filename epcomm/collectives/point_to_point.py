@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from epcomm.collectives.checks import check_rank, check_tensor
@@ -14,7 +13,7 @@ from epcomm.errors import ConfigError, UnsupportedError
 from epcomm.kernels.cpu.point_to_point import recv, send
 from epcomm.kernels.protocol import collectives as protocol
 from epcomm.kernels.protocol.collectives import CollectiveRegions
-from epcomm.runtime import Operation, Runtime, parameter_block
+from epcomm.runtime import Context, Operation, Runtime, parameter_block
 from epcomm.work import Fifo
 
 
@@ -23,7 +22,7 @@ class _Channel:
     """One direction of one pair: its parameter block counts slots, its context runs beside the collectives."""
 
     operation: Operation
-    context: np.ndarray
+    context: Context
     fifo: Fifo
 
 
@@ -69,7 +68,8 @@ class PointToPoint:
             raise self._runtime.reject(error) from None
         data = data.contiguous()
         num_bytes = data.numel() * data.element_size()
-        message = self._runtime.operation(0, parameter_block(0), f"a message of {num_bytes} bytes, {data.dtype}, tag={tag}")
+        text = f"a message of {num_bytes} bytes, {data.dtype}, tag={tag}"
+        message = self._runtime.operation(0, parameter_block(0), text)
         channel = self._channel(kind, peer)
 
         def run() -> None:
