@@ -25,7 +25,7 @@ from epcomm.work import Fifo
 class ExpertParallel:
     """Dispatch and combine for one shape of MoE layer. Made by `Communicator.expert_parallel`; all ranks call alike.
 
-    Attributes: ``rank``, ``size``, ``config``, ``local_expert_ids`` (global ids of this rank's experts, by local number).
+    Attributes: ``rank``, ``size``, ``config``, ``local_expert_ids`` (global ids of its experts, by local number).
     """
 
     def __init__(self, runtime: Runtime, fifo: Fifo, config: Config, name: str, closing: Operation):

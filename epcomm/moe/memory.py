@@ -52,7 +52,8 @@ class Memory:
         self.outputs = BlockPool(own, outputs, output_bytes, config.blocks, num_lent=config.blocks - 1)
         self._tables = self._placement_tables(config, size)
         self._marks = np.zeros(2 * config.num_experts + size, dtype=np.int32)
-        scratch_words = 5 * (max(config.topk, size) + 1)
+        most_sources = max(config.topk, size) + 1
+        scratch_words = 2 * (1 + 5 * most_sources)  # two records of combine
         self._scratch = np.zeros(runtime.num_threads * scratch_words, dtype=np.int64)
         self.state = state = np.zeros(protocol.STATE_WORDS, dtype=np.int64)
         for word, value in (
@@ -80,6 +81,7 @@ class Memory:
             (protocol.STREAMING_BYTES, _last_level_cache_bytes() // 2),
             (protocol.NUM_BLOCKS, config.blocks),
             (protocol.NUM_OUTPUTS, config.blocks),
+            (protocol.MOST_SOURCES, most_sources),
         ):
             state[word] = value
         self.start_generation(runtime.generation)

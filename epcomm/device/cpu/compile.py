@@ -103,6 +103,7 @@ class Kernel:
     """A function compiled to a C function pointer when its `address` is first asked for."""
 
     def __init__(self, function: Callable[..., Any], name: str, signature: Any):
+        function.__qualname__ = name  # Numba names machine code by it: two of a factory's closures must not share it
         self.function, self.name, self.signature = function, name, signature
 
     @functools.cached_property
@@ -131,6 +132,8 @@ def host_function(name: str, signature: Any) -> Callable[[Callable[..., Any]], C
     """Declares a compiled function that Python calls, without the GIL; the result is a function that loads it."""
 
     def declare(function: Callable[..., Any]) -> Callable[[], Any]:
+        function.__qualname__ = name
+
         @functools.cache
         def load() -> Any:
             dispatcher = numba.njit(nogil=True, error_model="numpy")(function)

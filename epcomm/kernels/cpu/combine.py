@@ -23,7 +23,6 @@ from epcomm.device.cpu.memory import (
     load_acquire,
     load_float,
     set_word,
-    store64,
     store_float,
     word,
 )
@@ -90,23 +89,51 @@ def _stage_rows(args, block, start, num_rows, program, num_programs):
                 copy(to + row * num_bytes, source + row * stride, num_bytes)
 
 
-@device
-def _gather_slots(ctx, args, state, epoch, token, rows, weights, slots):
-    """Block addresses and row numbers of a token's expert rows (pairs in `rows`), their weights; returns how many.
+# What is gathered of one token before its rows are summed: a record of words in the program's scratch memory. Two
+# records alternate, so that while one token's rows are summed the first bytes of the next one's are already fetched.
+_COUNT, _ROWS = 0, 1  # number of rows; then (block address, row number) of each
+# behind them, for `most` = MOST_SOURCES: each slot's row or -1; each row's weight (float32); each row's address
 
-    `slots` gets, for each slot, the number of its row, or -1. A slot that repeats an expert adds its weight.
-    """
-    routing = word(args, protocol.ROUTING)
+
+@device
+def _slots(record, most):
+    return record + 8 * (_ROWS + 2 * most)
+
+
+@device
+def _weights(record, most):
+    return record + 8 * (_ROWS + 3 * most)
+
+
+@device
+def _sources(record, most):
+    return record + 8 * (_ROWS + 4 * most)
+
+
+@device
+def _gather(ctx, args, state, epoch, token, record):
+    """Finds a token's rows and their weights."""
+    if word(state, protocol.LAYOUT) == protocol.FLAT:
+        _gather_ranks(ctx, args, state, epoch, token, record)
+    else:
+        _gather_slots(ctx, args, state, epoch, token, record)
+
+
+@device
+def _gather_slots(ctx, args, state, epoch, token, record):
+    """The rows of a token's experts, in slot order. A slot that repeats an expert adds its weight to that row's."""
+    routing, most = word(args, protocol.ROUTING), word(state, protocol.MOST_SOURCES)
     topk, given = word(routing, protocol.TOPK), word(args, protocol.WEIGHTS)
     owner, base = word(state, protocol.OWNER), word(routing, protocol.BASE)
+    slots, weights = _slots(record, most), _weights(record, most)
     count = 0
     for slot in range(topk):
         at = token * topk + slot
         expert = load32(word(routing, protocol.EXPERT) + 4 * at)
         if expert >= 0:
-            block = _output_block(ctx, state, load32(owner + 4 * expert), epoch)
-            set_word(rows, 2 * count, block)
-            set_word(rows, 2 * count + 1, load32(base + 4 * expert) + load32(word(routing, protocol.POSITION) + 4 * at))
+            row = load32(base + 4 * expert) + load32(word(routing, protocol.POSITION) + 4 * at)
+            set_word(record, _ROWS + 2 * count, _output_block(ctx, state, load32(owner + 4 * expert), epoch))
+            set_word(record, _ROWS + 2 * count + 1, row)
             if given != 0:
                 store_float(weights + 4 * count, load_float(given + 4 * at))
             set_word(slots, slot, count)
@@ -118,66 +145,93 @@ def _gather_slots(ctx, args, state, epoch, token, rows, weights, slots):
             set_word(slots, slot, number)
             if given != 0:
                 store_float(weights + 4 * number, load_float(weights + 4 * number) + load_float(given + 4 * at))
-    return count
+    set_word(record, _COUNT, count)
 
 
 @device
-def _gather_ranks(ctx, args, state, epoch, token, rows):
-    """Flat layout: block addresses and row numbers of a token's rows, in rank order; returns how many."""
+def _gather_ranks(ctx, args, state, epoch, token, record):
+    """Flat layout: a token's row on each rank, in rank order."""
     routing, size = word(args, protocol.ROUTING), word(ctx, control.SIZE)
     base = word(routing, protocol.BASE) + 4 * word(state, protocol.NUM_EXPERTS)
     count = 0
     for rank in range(size):
         position = load32(word(routing, protocol.RANK_POSITION) + 4 * (token * size + rank))
         if position >= 0:
-            set_word(rows, 2 * count, _output_block(ctx, state, rank, epoch))
-            set_word(rows, 2 * count + 1, load32(base + 4 * rank) + position)
+            set_word(record, _ROWS + 2 * count, _output_block(ctx, state, rank, epoch))
+            set_word(record, _ROWS + 2 * count + 1, load32(base + 4 * rank) + position)
             count += 1
-    return count
+    set_word(record, _COUNT, count)
 
 
 @device
-def _sum_token(args, token, count, rows, weights, sources, streaming):
-    """out[token] = bias[token] + the weighted sum of `count` rows, for every tensor."""
-    given = word(args, protocol.WEIGHTS) != 0
+def _locate(record, most, tensor):
+    """Fills in the addresses of the gathered rows in one tensor; returns where they are."""
+    sources = _sources(record, most)
+    offset, row_bytes = word(tensor, protocol.T_OFFSET), word(tensor, protocol.T_ROW_BYTES)
+    for k in range(word(record, _COUNT)):
+        set_word(sources, k, word(record, _ROWS + 2 * k) + offset + word(record, _ROWS + 2 * k + 1) * row_bytes)
+    return sources
+
+
+@device
+def _sum_token(args, most, token, record, following):
+    """out[token] = bias[token] + the weighted sum of the gathered rows, for every tensor.
+
+    `following` is the record of the token that comes next, whose rows are fetched ahead, or 0 while caches hold all.
+    """
     for i in range(word(args, protocol.NUM_TENSORS)):
         tensor = word(args, protocol.TENSORS) + 8 * protocol.TENSOR_WORDS * i
-        offset, num_bytes = word(tensor, protocol.T_OFFSET), word(tensor, protocol.T_ROW_BYTES)
-        for k in range(count):
-            set_word(sources, k, word(rows, 2 * k) + offset + word(rows, 2 * k + 1) * num_bytes)
-        num_sources = count
+        sources, weights, count = _locate(record, most, tensor), _weights(record, most), word(record, _COUNT)
         bias = word(tensor, protocol.T_BIAS)
         if bias != 0:
-            store64(sources + 8 * count, bias + token * word(tensor, protocol.T_BIAS_STRIDE))
+            set_word(sources, count, bias + token * word(tensor, protocol.T_BIAS_STRIDE))
             store_float(weights + 4 * count, 1.0)
-            num_sources += 1
-        out = word(tensor, protocol.T_OUT) + token * word(tensor, protocol.T_OUT_STRIDE)
+            count += 1
         call6(
             word(tensor, protocol.T_ROW_SUM),
-            out,
+            word(tensor, protocol.T_OUT) + token * word(tensor, protocol.T_OUT_STRIDE),
             sources,
-            weights if given else 0,
-            num_sources,
+            weights if word(args, protocol.WEIGHTS) != 0 else 0,
+            count,
             word(tensor, protocol.T_ELEMENTS),
-            streaming,
+            _locate(following, most, tensor) if following != 0 else 0,
         )
 
 
 @device
-def _write_slots(args, token, topk, rows, weights, slots, sources, streaming):
+def _write_slots(args, most, token, topk, record, streaming):
     """out[token, slot] = the slot's row, zeros for a slot without expert (reduce=False)."""
     given = word(args, protocol.WEIGHTS)
     for i in range(word(args, protocol.NUM_TENSORS)):
         tensor = word(args, protocol.TENSORS) + 8 * protocol.TENSOR_WORDS * i
+        sources = _locate(record, most, tensor)
         for slot in range(topk):
-            number = word(slots, slot)
-            if number >= 0:
-                row = word(rows, 2 * number + 1) * word(tensor, protocol.T_ROW_BYTES)
-                set_word(sources, 0, word(rows, 2 * number) + word(tensor, protocol.T_OFFSET) + row)
+            number = word(_slots(record, most), slot)
             out = word(tensor, protocol.T_OUT) + (token * topk + slot) * word(tensor, protocol.T_OUT_STRIDE)
             weight = given + 4 * (token * topk + slot) if given != 0 else 0
             elements, row_sum = word(tensor, protocol.T_ELEMENTS), word(tensor, protocol.T_ROW_SUM)
-            call6(row_sum, out, sources, weight, 1 if number >= 0 else 0, elements, streaming)
+            call6(row_sum, out, sources + 8 * max(number, 0), weight, number >= 0, elements, streaming)
+
+
+@device
+def _combine_tokens(ctx, args, state, epoch, first, last, record, record_bytes):
+    """Sums (or writes) the rows of tokens first..last - 1."""
+    routing, most = word(args, protocol.ROUTING), word(state, protocol.MOST_SOURCES)
+    moved = word(routing, protocol.TOTAL_ROWS) * word(args, protocol.ROW_BYTES_TOTAL)
+    streaming = moved > word(state, protocol.STREAMING_BYTES)
+    if first < last:
+        _gather(ctx, args, state, epoch, first, record)
+    for token in range(first, last):
+        following = record + record_bytes if (token - first) % 2 == 0 else record - record_bytes
+        if token + 1 < last:
+            _gather(ctx, args, state, epoch, token + 1, following)
+        if word(args, protocol.REDUCE):
+            _sum_token(args, most, token, record, following if streaming else 0)
+        else:
+            _write_slots(args, most, token, word(routing, protocol.TOPK), record, streaming)
+        record = following
+    if streaming:
+        fence()
 
 
 @kernel("combine")
@@ -208,24 +262,10 @@ def combine(ctx, args, program, num_programs):
         status = meet(ctx, ready, epoch << protocol.PAYLOAD_BITS, rank, sites.COMBINE_READY)  # RAW
         if status != control.OK:
             return status
-    topk, num_tokens = word(routing, protocol.TOPK), word(routing, protocol.NUM_TOKENS)
-    moved = word(routing, protocol.TOTAL_ROWS) * word(args, protocol.ROW_BYTES_TOTAL)
-    streaming = moved > word(state, protocol.STREAMING_BYTES)
-    scratch = word(state, protocol.SCRATCH) + program * word(state, protocol.SCRATCH_BYTES)
-    most = max(topk, size) + 1
-    rows, slots, sources, weights = scratch, scratch + 16 * most, scratch + 24 * most, scratch + 32 * most
-    flat = word(state, protocol.LAYOUT) == protocol.FLAT
-    for token in range(num_tokens * program // num_programs, num_tokens * (program + 1) // num_programs):
-        if flat:
-            count = _gather_ranks(ctx, args, state, epoch, token, rows)
-        else:
-            count = _gather_slots(ctx, args, state, epoch, token, rows, weights, slots)
-        if word(args, protocol.REDUCE):
-            _sum_token(args, token, count, rows, weights, sources, streaming)
-        else:
-            _write_slots(args, token, topk, rows, weights, slots, sources, streaming)
-    if streaming:
-        fence()
+    num_tokens, scratch_bytes = word(routing, protocol.NUM_TOKENS), word(state, protocol.SCRATCH_BYTES)
+    first, last = num_tokens * program // num_programs, num_tokens * (program + 1) // num_programs
+    scratch = word(state, protocol.SCRATCH) + program * scratch_bytes
+    _combine_tokens(ctx, args, state, epoch, first, last, scratch, scratch_bytes // 2)
     if arrive(state, num_programs):
         set_word(state, protocol.COMBINE_EPOCH, epoch)
         for distance in range(size):

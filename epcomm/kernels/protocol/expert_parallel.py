@@ -43,7 +43,8 @@ TICKET = 25  # programs of this rank that arrived at the end of a phase
 DISPATCH_PHASE, COMBINE_PHASE = 26, 27  # epoch << PAYLOAD_BITS | status of program 0's phase, which others wait for
 STREAMING_BYTES = 28  # rows go past the caches when all ranks together move more
 NUM_BLOCKS, NUM_OUTPUTS = 29, 30
-STATE_WORDS = 31
+MOST_SOURCES = 31  # rows that one token's sum can have: of its slots or ranks, and a bias
+STATE_WORDS = 32
 
 # ---- routing block (words), private memory; arrays are int32
 NUM_TOKENS, TOPK, INDEX_BYTES = 0, 1, 2
