@@ -131,6 +131,7 @@ class Communicator:
         Handles stay; results, routings and works from before raise `ClosedError`.
         """
         self._fifo.drain()
+        self._point_to_point.drain()
         self._runtime.reset(timeout)
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ can go wrong while ranks wait for each other is turned into an exception here, o
 
 from __future__ import annotations
 
-import hashlib
+import copy
 import os
 import threading
 import weakref
@@ -31,6 +31,7 @@ from epcomm.errors import (
 )
 from epcomm.heap.cpu import Mapping, SymmetricSegment, create_memory_file
 from epcomm.kernels.protocol.sites import describe_site
+from epcomm.operation_texts import OperationTexts, find_text
 
 _SPINS_WITH_OWN_CORE, _SPINS_SHARING_CORES = 100, 20  # measured: best barrier times with and without idle cores
 
@@ -79,13 +80,13 @@ class Runtime:
         self.closed = False
         self.lock = threading.Lock()  # held while a thread is inside of an operation
         self._resettable: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._num_texts = 0
         self._pool: Pool | None = None
         self._contexts: list[Context] = []
         self._raise_abort = load_raise_abort()
         self._launch = load_run()
         self.control = self.segment(control_bytes)
         self._own = self.control.own.array(0, control_bytes)
+        self.texts = OperationTexts(self._own)
         self.context = self.new_context(sequenced=True)
         if num_threads > 1:
             self._pool = Pool(num_threads - 1)
@@ -98,6 +99,7 @@ class Runtime:
 
     def segment(self, num_bytes: int, prefault: list[tuple[int, int]] | None = None) -> SymmetricSegment:
         """Collective: a new symmetric segment; `prefault` lists ranges (offset, bytes) to be touched in advance."""
+        self.check()
         descriptor = create_memory_file(num_bytes)
         try:
             own = Mapping(descriptor, num_bytes)
@@ -125,6 +127,7 @@ class Runtime:
         words[control.SPINS] = _SPINS_SHARING_CORES if shares_core else _SPINS_WITH_OWN_CORE
         words[control.TIMEOUT_NS] = int(self.timeout * 1e9)
         words[control.PEERS :] = self.control.bases
+        words[control.IS_CLOSED] = self.closed
         self._contexts.append(context)
         self._start_generation(context, sequenced)
         return context
@@ -137,14 +140,7 @@ class Runtime:
 
     def operation(self, kernel: int, args: np.ndarray, text: str, keep: Any = None) -> Operation:
         """Binds a kernel and leaves its readable text where peers find it by the fingerprint."""
-        fingerprint = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1 | 1
-        record = control.TEXTS + control.TEXT_BYTES * (self._num_texts % control.NUM_TEXTS)
-        self._num_texts += 1
-        encoded = text.encode()[: control.TEXT_BYTES - 16]
-        view = self._own[record : record + control.TEXT_BYTES]
-        view[16 : 16 + len(encoded)] = np.frombuffer(encoded, dtype=np.uint8)
-        view[:16].view(np.int64)[:] = fingerprint, len(encoded)
-        return Operation(kernel, args, text, fingerprint, keep)
+        return Operation(kernel, args, text, self.texts.fingerprint(text), keep)
 
     def run(self, operation: Operation, a: int = 0, b: int = 0, c: int = 0, d: int = 0, e: int = 0, f: int = 0) -> int:
         """Runs an operation on this thread; the numbers are its call words.
@@ -187,15 +183,18 @@ class Runtime:
         def call() -> None:
             if not lock.acquire(False):
                 raise self._occupied(operation)
-            status = launch(*arguments)
-            lock.release()
+            try:
+                status = launch(*arguments)
+            finally:
+                lock.release()
             if status:
                 self._settle(status, operation, context)
 
         return call
 
-    def _occupied(self, operation: Operation) -> ConfigError:
-        return ConfigError(f"rank {self.rank}: {operation.text}: another thread is in an operation of the communicator")
+    def _occupied(self, operation: Operation) -> EpcommError:
+        where = f"rank {self.rank}: {operation.text}"
+        return self.reject(ConfigError(f"{where}: another thread is in an operation of the communicator"))
 
     def _settle(self, status: int, operation: Operation, context: Context) -> int:
         """Returns a status that the operation itself deals with; raises the error that any other stands for."""
@@ -283,11 +282,7 @@ class Runtime:
     def _peer_text(self, peer: int, fingerprint: int) -> str | None:
         """The text that belongs to `fingerprint`, from the ring of the rank that is in that operation."""
         ring_bytes = control.TEXT_BYTES * control.NUM_TEXTS
-        ring = self.control.mappings[peer].array(control.TEXTS, ring_bytes).reshape(control.NUM_TEXTS, -1)
-        for record in np.flatnonzero(ring[:, :8].copy().view(np.int64)[:, 0] == fingerprint):
-            length = int(ring[record, 8:16].view(np.int64)[0])
-            return bytes(ring[record, 16 : 16 + min(length, control.TEXT_BYTES - 16)]).decode(errors="replace")
-        return None
+        return find_text(self.control.mappings[peer].array(control.TEXTS, ring_bytes), fingerprint)
 
     # ---- liveness
 
@@ -318,13 +313,9 @@ class Runtime:
         """
         if self.closed:
             raise ClosedError(f"rank {self.rank}: the communicator is closed")
-
-        def nothing() -> None:
-            return None
-
         limit = self.timeout if timeout is None else timeout
         with self.lock:
-            self.hub.barrier(timeout=limit, check=nothing)  # every rank has left its operations
+            self.hub.barrier(timeout=limit, check=_nothing)  # every rank has left its operations
             self.generation += 1
             self.hub.generation = self.generation
             self.failure = None
@@ -332,7 +323,7 @@ class Runtime:
                 self._start_generation(context, sequenced=bool(context.words[control.SEQUENCE]))
             for member in list(self._resettable):
                 member.start_generation(self.generation)
-            self.hub.barrier(timeout=limit, check=nothing)  # every rank ignores what was raised before
+            self.hub.barrier(timeout=limit, check=_nothing)  # every rank ignores what was raised before
 
     def close(self, barrier: Callable[[], None] | None) -> None:
         """Leaves the communicator; with `barrier` (collective) all ranks leave together. Idempotent."""
@@ -341,7 +332,8 @@ class Runtime:
         try:
             if barrier is not None and self.failure is None:
                 barrier()
-                self.hub.barrier(timeout=self.timeout, check=self.check)  # nobody reads my control region after this
+                # nobody reads my control region after this; a peer that was faster may have ended already
+                self.hub.barrier(timeout=self.timeout, check=_nothing)
         finally:
             self.closed = True
             for context in self._contexts:
@@ -370,7 +362,11 @@ class _PeerLost:
 
 def _again(error: EpcommError) -> EpcommError:
     """A new exception like `error`, so that each raise has its own traceback."""
-    return type(error)(*error.args)
+    return copy.copy(error)
+
+
+def _nothing() -> None:
+    return None
 
 
 _live: weakref.WeakSet[Runtime] = weakref.WeakSet()
@@ -380,6 +376,7 @@ def _after_fork_in_child() -> None:
     """The parent is the rank; a child that used its memory would speak in its name."""
     for runtime in list(_live):
         runtime.closed = True
+        runtime.hub.close()  # this process's copies; the parent's connections stay
         for context in runtime._contexts:
             context.words[control.IS_CLOSED] = 1
 

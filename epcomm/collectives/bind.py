@@ -18,7 +18,7 @@ from epcomm.kernels.protocol.collectives import CollectiveRegions
 from epcomm.runtime import Operation, Runtime, parameter_block
 
 STREAMING_BYTES = 4 << 20  # larger results would push everything else out of the caches
-_MAX_BOUND = 1024  # shapes that vary without end must not grow memory without end
+_MAX_BOUND = 512  # shapes that vary without end must not grow memory without end
 
 
 class Binder:

@@ -17,7 +17,8 @@ def check_tensor(where: str, name: str, tensor: object) -> torch.Tensor:
         raise ConfigError(f"{where}: argument `{name}`: wanted a tensor on cpu, got one on {tensor.device}")
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise UnsupportedError(f"{where}: argument `{name}`: wanted a dense tensor, got layout {tensor.layout}")
-    return tensor.detach()
+    tensor = tensor.detach()
+    return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
 
 
 def check_out(where: str, out: torch.Tensor | None, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
@@ -29,8 +30,9 @@ def check_out(where: str, out: torch.Tensor | None, shape: Sequence[int], like: 
         raise ConfigError(
             f"{where}: argument `out`: wanted {like.dtype} {tuple(shape)}, got {out.dtype} {tuple(out.shape)}"
         )
-    if not out.is_contiguous():
-        raise ConfigError(f"{where}: argument `out`: wanted a contiguous tensor, got strides {out.stride()}")
+    if not out.is_contiguous() or out.is_conj() or out.is_neg():
+        wanted = "wanted a contiguous tensor that is no conjugated or negated view"
+        raise ConfigError(f"{where}: argument `out`: {wanted}, got strides {out.stride()}")
     return out
 
 

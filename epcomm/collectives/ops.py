@@ -109,7 +109,8 @@ class Collectives:
     @_rejecting
     def bind_allreduce(self, x: torch.Tensor, op: str, out: torch.Tensor | None, algorithm: str) -> Callable[[], Any]:
         where = self._where("bind_allreduce")
-        if not check_tensor(where, "x", x).is_contiguous():
+        data = check_tensor(where, "x", x)
+        if data.data_ptr() != x.data_ptr() or not data.is_contiguous():
             raise ConfigError(f"{where}: argument `x`: wanted a contiguous tensor, got strides {x.stride()}")
         result = check_out(where, x if out is None else out, x.shape, x)
         operation = self._bind_reduce("allreduce", x, op, algorithm, -1)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from epcomm.collectives.checks import check_rank, check_tensor
+from epcomm.collectives.checks import check_out, check_rank, check_tensor
 from epcomm.device import control
 from epcomm.errors import ConfigError, UnsupportedError
 from epcomm.kernels.cpu.point_to_point import recv, send
@@ -24,6 +25,7 @@ class _Channel:
     operation: Operation
     context: Context
     fifo: Fifo
+    lock: threading.Lock = field(default_factory=threading.Lock)  # held while a thread is inside of a transfer
 
 
 class PointToPoint:
@@ -47,7 +49,7 @@ class PointToPoint:
             args[protocol.INBOX] = self._regions.inbox + sender * self._regions.inbox_bytes
             args[protocol.COUNT] = self._runtime.generation << control.GENERATION_SHIFT
             kernel = send if kind == "send" else recv
-            operation = Operation(kernel.address, args, f"{kind} {'to' if kind == 'send' else 'from'} rank {peer}")
+            operation = Operation(kernel.address, args, kind)
             context = self._runtime.new_context(sequenced=False)
             channel = _Channel(operation, context, Fifo(f"epcomm-{kind}-{peer}"))
             self._channels[kind, peer] = channel
@@ -62,22 +64,35 @@ class PointToPoint:
             check_rank(where, "dst" if kind == "send" else "src", peer, self._runtime.size)
             if peer == self._runtime.rank:
                 raise UnsupportedError(f"{where}: a rank can't {kind} to or from itself; copy the tensor")
-            if kind == "recv" and not data.is_contiguous():
-                raise ConfigError(f"{where}: argument `out`: wanted a contiguous tensor, got strides {data.stride()}")
+            if kind == "recv":
+                check_out(where, tensor, tensor.shape, tensor)
         except (ConfigError, UnsupportedError) as error:
             raise self._runtime.reject(error) from None
         data = data.contiguous()
         num_bytes = data.numel() * data.element_size()
-        text = f"a message of {num_bytes} bytes, {data.dtype}, tag={tag}"
-        message = self._runtime.operation(0, parameter_block(0), text)
+        message = f"a message of {num_bytes} bytes, {data.dtype}, tag={tag}"
+        fingerprint = self._runtime.texts.fingerprint(message, is_message=True)
         channel = self._channel(kind, peer)
 
         def run() -> None:
-            channel.operation.args[protocol.MESSAGE] = message.fingerprint
-            values = (data.data_ptr(), data.data_ptr(), num_bytes)
-            self._runtime.run_beside(channel.context, channel.operation, *values, timeout=timeout)
+            if not channel.lock.acquire(blocking=False):
+                raise self._runtime.reject(ConfigError(f"{where}: another thread is in a {kind} with rank {peer}"))
+            try:
+                channel.operation.args[protocol.MESSAGE] = fingerprint
+                channel.operation.text = f"{kind} {'to' if kind == 'send' else 'from'} rank {peer} of {message}"
+                values = (data.data_ptr(), data.data_ptr(), num_bytes)
+                self._runtime.run_beside(channel.context, channel.operation, *values, timeout=timeout)
+            finally:
+                channel.lock.release()
 
         return channel.fifo.call(run, tensor if kind == "recv" else None, async_op)
+
+    def drain(self) -> None:
+        """Returns once everything submitted so far has run, and no thread is inside of a transfer."""
+        for channel in list(self._channels.values()):
+            channel.fifo.drain()
+            with channel.lock:
+                continue
 
     def stop(self) -> None:
         for channel in self._channels.values():

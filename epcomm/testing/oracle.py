@@ -72,11 +72,12 @@ class Rows:
 
     def gather(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """Each row's entry of ``values[source rank][source token]``; zeros where there is no row."""
-        result = values[0].new_zeros(*self.source_token.shape, *values[0].shape[1:])
-        for source, value in enumerate(values):
+        as_bytes = [value.contiguous().view(torch.uint8) for value in values]  # some dtypes can't be indexed
+        result = torch.zeros(*self.source_token.shape, as_bytes[0].shape[-1], dtype=torch.uint8)
+        for source, value in enumerate(as_bytes):
             mine = self.source_rank == source
             result[mine] = value[self.source_token[mine].long()]
-        return result
+        return result.view(values[0].dtype)
 
 
 def _expert_rows(exchange: Exchange, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -143,20 +144,26 @@ def received_weights(exchange: Exchange, rank: int, weights: Sequence[torch.Tens
     return torch.where(named & rows.is_real[:, None], slots, 0.0).sum(dim=1)
 
 
+def _growth(num_roundings: int, unit_roundoff: float) -> float:
+    """The largest relative error after so many roundings."""
+    return num_roundings * unit_roundoff / (1 - num_roundings * unit_roundoff)
+
+
 class Combined(NamedTuple):
-    """An exact result, the sum of its terms' absolute values, and how many roundings a term may see."""
+    """An exact result, and what bounds the error of a computed one."""
 
     exact: torch.Tensor
-    magnitude: torch.Tensor
-    num_roundings: int
+    magnitude: torch.Tensor  # the sum of the terms' absolute values
+    repeated: torch.Tensor  # that of the terms whose weight is itself a sum
+    num_terms: int
 
     def bound(self, input_dtype: torch.dtype, output_dtype: torch.dtype) -> torch.Tensor:
         """How far a sum in float32 (float64 inputs: in float64), rounded once to `output_dtype`, may be off."""
         accumulator = _UNIT_ROUNDOFF[torch.float64 if input_dtype is torch.float64 else torch.float32]
-        inexact = self.num_roundings * accumulator
-        summed = inexact / (1 - inexact) * self.magnitude
-        # `exact` itself is a float64 sum
-        summed = summed + self.num_roundings * _UNIT_ROUNDOFF[torch.float64] * self.magnitude
+        num_roundings = self.num_terms + 1  # of a term: its product, and the additions
+        summed = _growth(num_roundings, accumulator) * self.magnitude
+        summed = summed + _growth(self.num_terms, _UNIT_ROUNDOFF[torch.float32]) * self.repeated  # weights are float32
+        summed = summed + _growth(num_roundings, _UNIT_ROUNDOFF[torch.float64]) * self.magnitude  # of `exact` itself
         return summed + _UNIT_ROUNDOFF[output_dtype] * (self.exact.abs() + summed) + _SMALLEST[output_dtype]
 
 
@@ -175,7 +182,7 @@ def combined(
     # the weights multiply in float32; a slot's term is its weight times the row of its expert
     factors = torch.ones(num_tokens, topk, dtype=torch.float64) if weights is None else weights.float().double()
     shape = (num_tokens, width) if reduce else (num_tokens, topk, width)
-    exact, magnitude = torch.zeros(2, *shape, dtype=torch.float64)
+    exact, magnitude, repeated = torch.zeros(3, *shape, dtype=torch.float64)
     for rows, output in zip(exchange.rows, outputs):
         mine = rows.source_rank == rank
         tokens, experts, values = rows.source_token[mine].long(), rows.expert[mine], output[mine].double()
@@ -192,7 +199,8 @@ def combined(
             total, absolute = chosen.sum(dim=1), chosen.abs().sum(dim=1)
         exact.index_add_(0, tokens, total[:, None] * values)
         magnitude.index_add_(0, tokens, absolute[:, None] * values.abs())
+        again = torch.where(named.sum(dim=1) > 1, absolute, 0.0)
+        repeated.index_add_(0, tokens, again[:, None] * values.abs())
     if bias is not None:
         exact, magnitude = exact + bias.double(), magnitude + bias.double().abs()
-    # each term: additions of its weights, its product, and the additions of the sum
-    return Combined(exact, magnitude, 2 * topk + 2)
+    return Combined(exact, magnitude, repeated, topk + 1)

@@ -29,6 +29,7 @@ from epcomm.launcher import RankProcess, fail_communicators, first_failure, with
 from epcomm.testing.adversary import random_stops
 
 _GRACE = 15.0  # seconds that the other ranks get to end by themselves after the first failure
+_START_LIMIT = 120.0  # seconds for new processes to load torch
 _STACK_SIGNAL = signal.SIGUSR1
 
 
@@ -100,10 +101,7 @@ class _PooledProcess(RankProcess):
     def __init__(self) -> None:
         super().__init__(0, 1, "epcomm-pooled", num_threads=1)
         self._stacks = os.memfd_create("epcomm-stacks", os.MFD_CLOEXEC)
-
-    @property
-    def stack_path(self) -> str:
-        return f"/proc/{os.getpid()}/fd/{self._stacks}"
+        self.send((_prepare, (f"/proc/{os.getpid()}/fd/{self._stacks}",)))
 
     @property
     def alive(self) -> bool:
@@ -160,7 +158,7 @@ class _Pool:
             for index, member in enumerate(members):
                 own = [index] if ranks == "processes" else list(range(num_ranks))
                 launched = [LaunchedRank(rank, num_ranks, name, is_thread=ranks == "threads") for rank in own]
-                member.send((_run_task, (member.stack_path, sys.path, task, launched)))
+                member.send((_run_task, (sys.path, task, launched)))
             with contextlib.nullcontext() if disturb is None else random_stops(processes, disturb):
                 return self._collect(members, timeout, expendable)
         except BaseException:
@@ -169,8 +167,9 @@ class _Pool:
 
     def _take(self, count: int) -> list[_PooledProcess]:
         self._discard([process for process in self._processes if not process.alive])
-        while len(self._processes) < count:
-            self._processes.append(_PooledProcess())
+        started = [_PooledProcess() for _ in range(count - len(self._processes))]
+        self._processes += started
+        self._collect(started, _START_LIMIT, ())  # so that a test's deadlines don't count the start
         return self._processes[:count]
 
     def _discard(self, processes: list[_PooledProcess]) -> None:
@@ -230,9 +229,21 @@ atexit.register(close_pool)
 # ---- the rank's side
 
 
-def _run_task(stack_path: str, path: list[str], task: bytes, launched: list[LaunchedRank]) -> list[Any]:
+_stack_file: Any = None
+
+
+def _prepare(stack_path: str) -> list[Any]:
+    """Writes all stacks to a file at every signal, and loads what every test needs."""
+    global _stack_file
+    import epcomm.communicator  # noqa: F401
+
+    _stack_file = open(stack_path, "a")
+    faulthandler.register(_STACK_SIGNAL, _stack_file, all_threads=True)
+    return []
+
+
+def _run_task(path: list[str], task: bytes, launched: list[LaunchedRank]) -> list[Any]:
     """Runs the task as one rank in this thread, or as several in threads of their own; returns their outcomes."""
-    _write_stacks_to(stack_path)
     sys.path[:] = path
     if not launched[0].is_thread:
         return [_run_rank(task, launched[0])]
@@ -247,16 +258,6 @@ def _run_task(stack_path: str, path: list[str], task: bytes, launched: list[Laun
     for thread in threads:
         thread.join()
     return outcomes
-
-
-_stack_file: Any = None
-
-
-def _write_stacks_to(path: str) -> None:
-    global _stack_file
-    if _stack_file is None:
-        _stack_file = open(path, "a")
-        faulthandler.register(_STACK_SIGNAL, _stack_file, all_threads=True)
 
 
 def _run_rank(task: bytes, launched: LaunchedRank) -> Any:
