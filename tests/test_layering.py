@@ -16,10 +16,10 @@ LAYERS = [
     ["heap", "device"],
     ["kernels.protocol"],
     ["kernels", "kernels.cpu", "kernels.gpu"],
-    ["runtime", "bootstrap", "monitor", "topology"],
+    ["runtime", "bootstrap", "monitor", "operation_texts", "work", "topology"],
     ["moe", "collectives"],
     ["communicator"],
-    ["launch", "cli", "testing", "integrations", "__init__"],
+    ["launcher", "demo", "cli", "testing", "integrations", "__init__"],
 ]
 # Neighbours in one layer may import each other, except for these.
 STRANGERS = [{"moe", "collectives"}, {"kernels.cpu", "kernels.gpu"}]
