@@ -10,8 +10,8 @@ import copy
 import os
 import threading
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,45 +29,11 @@ from epcomm.errors import (
     PeerLostError,
     TimeoutError,
 )
-from epcomm.heap.cpu import Mapping, SymmetricSegment, create_memory_file
+from epcomm.heap.cpu import SymmetricSegment
 from epcomm.kernels.protocol.sites import describe_site
-from epcomm.operation_texts import OperationTexts, find_text
+from epcomm.operation import Context, Operation, OperationTexts, find_text
 
 _SPINS_WITH_OWN_CORE, _SPINS_SHARING_CORES = 100, 20  # measured: best barrier times with and without idle cores
-
-
-@dataclass(slots=True)
-class Operation:
-    """A kernel bound to its parameters: what `Runtime.run` needs, resolved once.
-
-    ``text`` names the operation and everything that must agree between ranks; its hash is the fingerprint.
-    ``keep`` holds whatever owns memory that ``args`` points to.
-    """
-
-    kernel: int
-    args: np.ndarray
-    text: str
-    fingerprint: int = 0
-    keep: Any = None
-    address: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.address = self.args.ctypes.data
-
-
-def parameter_block(num_words: int) -> np.ndarray:
-    """A zeroed block of 64-bit words: first those `run` sets for each call, then the kernel's own."""
-    return np.zeros(max(num_words, CALL_WORDS), dtype=np.int64)
-
-
-class Context:
-    """A context block (see `device.control`): its words, for the host, and its address, for kernels."""
-
-    __slots__ = ("address", "words")
-
-    def __init__(self, num_words: int):
-        self.words = np.zeros(num_words, dtype=np.int64)
-        self.address = self.words.ctypes.data
 
 
 class Runtime:
@@ -81,7 +47,7 @@ class Runtime:
         self.lock = threading.Lock()  # held while a thread is inside of an operation
         self._resettable: weakref.WeakSet[Any] = weakref.WeakSet()
         self._pool: Pool | None = None
-        self._contexts: list[Context] = []
+        self._contexts: weakref.WeakSet[Context] = weakref.WeakSet()
         self._raise_abort = load_raise_abort()
         self._launch = load_run()
         self.control = self.segment(control_bytes)
@@ -97,26 +63,15 @@ class Runtime:
 
     # ---- memory
 
-    def segment(self, num_bytes: int, prefault: list[tuple[int, int]] | None = None) -> SymmetricSegment:
+    def segment(self, num_bytes: int, prefault: Sequence[tuple[int, int]] = ()) -> SymmetricSegment:
         """Collective: a new symmetric segment; `prefault` lists ranges (offset, bytes) to be touched in advance."""
         self.check()
-        descriptor = create_memory_file(num_bytes)
-        try:
-            own = Mapping(descriptor, num_bytes)
-            for offset, length in prefault or []:
-                own.prefault(offset, length)
+
+        def allgather(descriptor: int) -> list[int]:
             messages = self.hub.allgather(b"", [descriptor], timeout=self.timeout, check=self.check)
-        finally:
-            os.close(descriptor)
-        mappings = []
-        for rank, (_, (peer_descriptor,)) in enumerate(messages):
-            mapping = own if rank == self.rank else Mapping(peer_descriptor, num_bytes)
-            os.close(peer_descriptor)
-            if rank != self.rank:
-                for offset, length in prefault or []:
-                    mapping.prefault(offset, length)
-            mappings.append(mapping)
-        return SymmetricSegment(self.rank, mappings)
+            return [descriptors[0] for _, descriptors in messages]
+
+        return SymmetricSegment(self.rank, num_bytes, prefault, allgather)
 
     def new_context(self, *, sequenced: bool) -> Context:
         """A context block; one outside of the sequence (for send and recv) may run beside the others."""
@@ -128,7 +83,7 @@ class Runtime:
         words[control.TIMEOUT_NS] = int(self.timeout * 1e9)
         words[control.PEERS :] = self.control.bases
         words[control.IS_CLOSED] = self.closed
-        self._contexts.append(context)
+        self._contexts.add(context)
         self._start_generation(context, sequenced)
         return context
 
@@ -319,7 +274,7 @@ class Runtime:
             self.generation += 1
             self.hub.generation = self.generation
             self.failure = None
-            for context in self._contexts:
+            for context in list(self._contexts):
                 self._start_generation(context, sequenced=bool(context.words[control.SEQUENCE]))
             for member in list(self._resettable):
                 member.start_generation(self.generation)
@@ -336,7 +291,7 @@ class Runtime:
                 self.hub.barrier(timeout=self.timeout, check=_nothing)
         finally:
             self.closed = True
-            for context in self._contexts:
+            for context in list(self._contexts):
                 context.words[control.IS_CLOSED] = 1
             monitor.forget(self._pidfds)
             self.hub.close()
@@ -377,7 +332,7 @@ def _after_fork_in_child() -> None:
     for runtime in list(_live):
         runtime.closed = True
         runtime.hub.close()  # this process's copies; the parent's connections stay
-        for context in runtime._contexts:
+        for context in list(runtime._contexts):
             context.words[control.IS_CLOSED] = 1
 
 

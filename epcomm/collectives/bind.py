@@ -15,7 +15,8 @@ from epcomm.kernels.cpu.exchange import exchange
 from epcomm.kernels.cpu.reduction import reduction
 from epcomm.kernels.protocol import collectives as protocol
 from epcomm.kernels.protocol.collectives import CollectiveRegions
-from epcomm.runtime import Operation, Runtime, parameter_block
+from epcomm.operation import Operation, parameter_block
+from epcomm.runtime import Runtime
 
 STREAMING_BYTES = 4 << 20  # larger results would push everything else out of the caches
 _MAX_BOUND = 512  # shapes that vary without end must not grow memory without end

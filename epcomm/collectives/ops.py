@@ -25,7 +25,8 @@ from epcomm.collectives.checks import (
 from epcomm.errors import ConfigError, UnsupportedError
 from epcomm.kernels.cpu.reduction import supported_ops
 from epcomm.kernels.protocol.collectives import ONE_SHOT_BYTES
-from epcomm.runtime import Operation, Runtime
+from epcomm.operation import Operation
+from epcomm.runtime import Runtime
 from epcomm.work import Fifo
 
 Method = TypeVar("Method", bound=Callable[..., Any])

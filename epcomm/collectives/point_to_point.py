@@ -14,7 +14,8 @@ from epcomm.errors import ConfigError, UnsupportedError
 from epcomm.kernels.cpu.point_to_point import recv, send
 from epcomm.kernels.protocol import collectives as protocol
 from epcomm.kernels.protocol.collectives import CollectiveRegions
-from epcomm.runtime import Context, Operation, Runtime, parameter_block
+from epcomm.operation import Context, Operation, parameter_block
+from epcomm.runtime import Runtime
 from epcomm.work import Fifo
 
 

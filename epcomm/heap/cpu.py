@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import weakref
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -55,13 +56,36 @@ class Mapping:
 
 
 class SymmetricSegment:
-    """One segment of a heap: every rank's mapping of every rank's memory. ``bases`` holds the addresses, by rank."""
+    """One segment of a heap: every rank's mapping of every rank's memory. ``bases`` holds the addresses, by rank.
 
-    def __init__(self, rank: int, mappings: list[Mapping]):
-        self.own = mappings[rank]
-        self.mappings = mappings
-        self.bases = np.array([mapping.address for mapping in mappings], dtype=np.int64)
-        self.size = self.own.size
+    Collective to make: `allgather` sends this rank's descriptor to its peers and returns everyone's, which it opened.
+    `prefault` lists ranges (offset, bytes) whose pages are taken in advance.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        num_bytes: int,
+        prefault: Sequence[tuple[int, int]],
+        allgather: Callable[[int], list[int]],
+    ):
+        descriptor = create_memory_file(num_bytes)
+        try:
+            self.own = Mapping(descriptor, num_bytes)
+            for offset, length in prefault:  # before any peer touches them: the pages are this rank's, on its node
+                self.own.prefault(offset, length)
+            descriptors = allgather(descriptor)
+        finally:
+            os.close(descriptor)
+        self.mappings = []
+        for peer, peer_descriptor in enumerate(descriptors):
+            mapping = self.own if peer == rank else Mapping(peer_descriptor, num_bytes)
+            os.close(peer_descriptor)
+            self.mappings.append(mapping)
+            if peer != rank:
+                for offset, length in prefault:
+                    mapping.prefault(offset, length)
+        self.bases = np.array([mapping.address for mapping in self.mappings], dtype=np.int64)
 
     @property
     def bases_address(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,8 @@ from epcomm.kernels.protocol import expert_parallel as protocol
 from epcomm.moe.config import Config
 from epcomm.moe.memory import Memory
 from epcomm.moe.received import Tensors
-from epcomm.runtime import Operation, Runtime, parameter_block
+from epcomm.operation import Operation, parameter_block
+from epcomm.runtime import Runtime
 
 
 class Bound(NamedTuple):
@@ -29,6 +30,7 @@ class Bound(NamedTuple):
     table: memoryview  # of 64-bit words
     address: int  # of the table
     tensors: Tensors
+    keep: Any = None  # owns memory that the table points to
 
 
 class Binder:

@@ -84,7 +84,12 @@ class Calls:
         """(tensors of y, results, bound operation) of a combine; `outs` is empty if the caller gave no results."""
         key = self._key(routing, has_weights, reduce, y, outs)
         bound = self._combines.get(key)
-        if bound is None or bias is not None or self._misfits(routing, y, self.rows_shape(routing)):
+        if (
+            bound is None
+            or bias is not None
+            or not routing.is_placed
+            or self._misfits(routing, y, self.rows_shape(routing))
+        ):
             return self.checked(self._bind_combine, y, routing, has_weights, bias, outs, reduce)
         lead = self._out_shape(routing, reduce)
         if not outs:
@@ -140,7 +145,7 @@ class Calls:
 
     def _bind_dispatch(self, x: Any, routing: Any, has_weights: bool) -> tuple[Any, Bound]:
         where = f"rank {self._runtime.rank}: dispatch"
-        self._check_routing(where, routing)
+        self._check_routing(where, "routing", routing)
         x = as_tuple(where, "x", x)
         tensors = [check_rows(where, "x", tensor, (routing.num_tokens,)) for tensor in x]
         check_row_bytes(where, "x", tensors, self._row_bytes)
@@ -153,7 +158,7 @@ class Calls:
         self, y: Any, routing: Any, has_weights: bool, bias: Any, outs: Any, reduce: bool
     ) -> tuple[Any, Any, Bound]:
         where = f"rank {self._runtime.rank}: combine"
-        self._check_routing(where, routing)
+        self._check_routing(where, "received", routing)
         if not routing.is_placed:
             raise ConfigError(f"{where}: argument `received`: this routing was not dispatched yet")
         if self._is_flat:
@@ -166,7 +171,9 @@ class Calls:
         results = check_out(where, outs or None, shapes, [row.dtype for row in rows], ROW_SUM_DTYPES)
         bound = self._binder.combine(rows, results, routing.topk, has_weights, reduce)
         if bias is not None:
-            for i, addend in enumerate(check_bias(where, bias, rows, routing.num_tokens, reduce)):
+            addends = check_bias(where, bias, rows, routing.num_tokens, reduce)
+            bound = bound._replace(keep=addends)
+            for i, addend in enumerate(addends):
                 record = i * protocol.TENSOR_WORDS
                 bound.table[record + protocol.T_BIAS] = addend.data_ptr()
                 bound.table[record + protocol.T_BIAS_STRIDE] = addend.stride(0) * addend.element_size()
@@ -186,20 +193,25 @@ class Calls:
         if self.is_closed:
             raise ClosedError(f"{where}: {self._name} is closed")
 
-    def _check_routing(self, where: str, routing: Any) -> None:
+    def _check_routing(self, where: str, name: str, routing: Any) -> None:
         self._check_open(where)
         if not isinstance(routing, Routing):
-            raise ConfigError(f"{where}: argument `routing`: wanted what route returned, got {type(routing).__name__}")
+            wanted = "what route returned" if name == "routing" else "what dispatch or route returned"
+            raise ConfigError(f"{where}: argument `{name}`: wanted {wanted}, got {type(routing).__name__}")
         if routing.calls is not self:
-            raise ConfigError(f"{where}: argument `routing`: it was made by another handle, {routing.ep.name}")
+            raise ConfigError(f"{where}: argument `{name}`: it was made by another handle, {routing.ep.name}")
         if routing.generation != self.generation:
-            raise ClosedError(f"{where}: argument `routing`: it is from before the communicator was reset")
+            raise ClosedError(f"{where}: argument `{name}`: it is from before the communicator was reset")
 
 
 def _are_read_in_place(tensors: Any, rows: Any) -> bool:
     """True if the kernel reads the caller's tensors as they are: the next of their kind needs no copy either."""
-    pairs = zip(tensors, rows, strict=True)
-    return all(row.data_ptr() == tensor.data_ptr() and not tensor.is_complex() for tensor, row in pairs)
+    for tensor, row in zip(tensors, rows, strict=True):
+        # without rows both addresses are 0
+        is_copy = row.data_ptr() != tensor.data_ptr() or row.stride(1) != tensor.stride(-1)
+        if is_copy or tensor.is_complex():
+            return False
+    return True
 
 
 def _remember(bound: dict[Any, Bound], key: Any, value: Bound) -> None:

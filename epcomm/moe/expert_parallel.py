@@ -18,7 +18,8 @@ from epcomm.moe.config import LAYOUTS, Config
 from epcomm.moe.memory import Memory
 from epcomm.moe.received import Received, Tensors, copy_block
 from epcomm.moe.routing import Routing, Workspace
-from epcomm.runtime import Operation, Runtime
+from epcomm.operation import Operation
+from epcomm.runtime import Runtime
 from epcomm.work import Fifo
 
 
@@ -207,12 +208,13 @@ class ExpertParallel:
     def take_output(self) -> np.ndarray | None:
         """For `Received.output_buffer`: an output block that all peers have read, or None if there is no free one."""
         pool, seen = self._memory.outputs, self._epochs[protocol.DONE_SEEN]
-        if not pool.free:
-            return None
-        lease = pool.take()
-        if self._output_last_read[lease.index] > seen:
-            return None
-        return pool.buffer(lease)
+        still_read = []  # these go back when this returns
+        while pool.free:
+            lease = pool.take()
+            if self._output_last_read[lease.index] <= seen:
+                return pool.buffer(lease)
+            still_read.append(lease)
+        return None
 
     def _output_of(self, rows: Any, tensors: Tensors) -> tuple[int, int]:
         """(output block, STAGE_AFTER) for y: the block it lies in, or the staging block and when that is free."""

@@ -74,7 +74,7 @@ GATES: dict[str, Gate] = {
 #: How many of its max_tokens each rank has.
 TOKENS: dict[str, Callable[[int, int], int]] = {
     "full": lambda rank, max_tokens: max_tokens,
-    "uneven": lambda rank, max_tokens: max_tokens * (2 * rank % 5 + 1) // 5,
+    "uneven": lambda rank, max_tokens: max_tokens * (2 * rank % 5) // 4,
     "none_on_even_ranks": lambda rank, max_tokens: max_tokens if rank % 2 else 0,
     "none_on_odd_ranks": lambda rank, max_tokens: 0 if rank % 2 else max_tokens,
     "one": lambda rank, max_tokens: min(1, max_tokens),

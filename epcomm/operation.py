@@ -1,14 +1,51 @@
-"""The readable texts of a rank's operations, in its control region: peers find them by fingerprint after a mismatch."""
+"""What a rank calls: operations, the context they run in, and their readable texts, which peers find by fingerprint."""
 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from epcomm.device import control
+from epcomm.device.cpu.launch import CALL_WORDS
 
 _MESSAGES = 128  # records of point-to-point messages, whose texts may vary without end; the others are of operations
+
+
+@dataclass(slots=True)
+class Operation:
+    """A kernel bound to its parameters: what `Runtime.run` needs, resolved once.
+
+    ``text`` names the operation and everything that must agree between ranks; its hash is the fingerprint.
+    ``keep`` holds whatever owns memory that ``args`` points to.
+    """
+
+    kernel: int
+    args: np.ndarray
+    text: str
+    fingerprint: int = 0
+    keep: Any = None
+    address: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.address = self.args.ctypes.data
+
+
+def parameter_block(num_words: int) -> np.ndarray:
+    """A zeroed block of 64-bit words: first those `run` sets for each call, then the kernel's own."""
+    return np.zeros(max(num_words, CALL_WORDS), dtype=np.int64)
+
+
+class Context:
+    """A context block (see `device.control`): its words, for the host, and its address, for kernels."""
+
+    __slots__ = ("__weakref__", "address", "words")
+
+    def __init__(self, num_words: int):
+        self.words = np.zeros(num_words, dtype=np.int64)
+        self.address = self.words.ctypes.data
 
 
 class OperationTexts:
