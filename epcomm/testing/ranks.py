@@ -277,9 +277,10 @@ def _leave_communicators(launched: LaunchedRank) -> None:
     """Closes, without waiting for anyone, what the function has left open."""
     from epcomm import communicator
 
-    default = communicator._process_default
-    if default is not None and not launched.is_thread:
+    default = communicator._thread_default.get() if launched.is_thread else communicator._process_default
+    if default is not None:
         default._close(None)
+    if not launched.is_thread:
         communicator._process_default = None
     for reference in launched.runtimes:
         runtime = reference()

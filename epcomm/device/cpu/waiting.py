@@ -218,7 +218,7 @@ def _wait_slowly(ctx, address, value, rank, site):
     signals_checked = started
     polls = 0
     while load_acquire(address) < value:
-        if aborted(ctx):
+        if aborted(ctx) and load_acquire(address) < value:  # what a peer raised before it failed counts
             return stopped(ctx, control.ABORTED, rank, site, value, load_acquire(address))
         other = _other_fingerprint(ctx, rank)
         if other != 0:
