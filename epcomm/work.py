@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import builtins
+import os
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -82,6 +84,10 @@ class Fifo:
 
     def __init__(self, name: str):
         self._name = name
+        self._start()
+        _live.add(self)
+
+    def _start(self) -> None:
         self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -123,3 +129,15 @@ class Fifo:
             del work
             with self._lock:
                 self.pending -= 1
+
+
+_live: weakref.WeakSet[Fifo] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    """The workers did not survive: a call starts a new one, which finds the communicator closed."""
+    for fifo in list(_live):
+        fifo._start()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

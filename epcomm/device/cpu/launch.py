@@ -7,6 +7,7 @@ of its own), runs its program of it, and counts itself done.
 from __future__ import annotations
 
 import threading
+import weakref
 
 import numpy as np
 from llvmlite import ir
@@ -122,6 +123,15 @@ def _pool_stop(pool):
     _wake(pool)
 
 
+def _run_thread(words: np.ndarray, index: int) -> None:
+    """A thread's life; it keeps the block alive."""
+    _pool_thread()(words.ctypes.data, index)
+
+
+def _end_threads(words: np.ndarray) -> None:
+    _pool_stop()(words.ctypes.data)
+
+
 class Pool:
     """Threads that run programs 1.. of every launch of one rank; the calling thread runs program 0."""
 
@@ -129,18 +139,20 @@ class Pool:
         self.words = np.zeros(_THREADS + _THREAD_WORDS * num_threads, dtype=np.int64)
         self.address = self.words.ctypes.data
         self.words[_NUM_THREADS] = num_threads
-        thread_loop = _pool_thread()
+        _pool_thread()
         _pool_stop()
         self._threads = [
-            threading.Thread(target=thread_loop, args=(self.address, i), name=f"epcomm-program-{i + 1}", daemon=True)
+            threading.Thread(target=_run_thread, args=(self.words, i), name=f"epcomm-program-{i + 1}", daemon=True)
             for i in range(num_threads)
         ]
         for thread in self._threads:
             thread.start()
+        self._end = weakref.finalize(self, _end_threads, self.words)  # also if nobody calls stop
+        self._end.atexit = False
 
     def stop(self) -> None:
         """Ends the threads; no launch may be in progress."""
-        _pool_stop()(self.address)
+        self._end()
         for thread in self._threads:
             thread.join()
 
