@@ -6,11 +6,12 @@ can go wrong while ranks wait for each other is turned into an exception here, o
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
-import threading
+import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,17 @@ import numpy as np
 from epcomm import monitor
 from epcomm.bootstrap import Hub
 from epcomm.device import control
-from epcomm.device.cpu.launch import CALL_WORDS, Pool, load_raise_abort, load_run
+from epcomm.device.cpu.launch import (
+    BOUND_VALUES,
+    BOUND_WORDS,
+    CALL_WORDS,
+    Pool,
+    load_claim,
+    load_leave,
+    load_raise_abort,
+    load_run,
+    load_run_bound,
+)
 from epcomm.errors import (
     ClosedError,
     ConfigError,
@@ -44,7 +55,6 @@ class Runtime:
         self.generation = 1
         self.failure: EpcommError | None = None
         self.closed = False
-        self.lock = threading.Lock()  # held while a thread is inside of an operation
         self._resettable: weakref.WeakSet[Any] = weakref.WeakSet()
         self._pool: Pool | None = None
         self._contexts: weakref.WeakSet[Context] = weakref.WeakSet()
@@ -102,15 +112,10 @@ class Runtime:
 
         Returns `control.OK`, CAPACITY or BAD_VALUE, and raises for everything else.
         """
-        if not self.lock.acquire(False):
-            raise self._occupied(operation)
-        try:
-            status = self._launch(
-                self.context.address, operation.kernel, operation.address, operation.fingerprint, a, b, c, d, e, f
-            )
-        finally:
-            self.lock.release()
-        return self._settle(status, operation, self.context) if status else status
+        status = self._launch(
+            self.context.address, operation.kernel, operation.address, operation.fingerprint, a, b, c, d, e, f
+        )
+        return self.settle(status, operation, self.context) if status else status
 
     def run_within(self, seconds: float, operation: Operation, *values: int) -> int:
         """`run` with a deadline of its own."""
@@ -125,36 +130,22 @@ class Runtime:
         context.words[control.TIMEOUT_NS] = int((self.timeout if timeout is None else timeout) * 1e9)
         padding = (0,) * (CALL_WORDS - len(values))
         status = self._launch(context.address, operation.kernel, operation.address, 0, *values, *padding)
-        return self._settle(status, operation, context) if status else status
+        return self.settle(status, operation, context) if status else status
 
-    def bound(self, operation: Operation, *values: int) -> Callable[[], None]:
-        """`run` with everything resolved, for hot loops."""
-        launch, lock, context = self._launch, self.lock, self.context
-        padding = (0,) * (CALL_WORDS - len(values))
-        arguments = (
-            self.context.address, operation.kernel, operation.address, operation.fingerprint, *values, *padding
-        )  # fmt: skip
+    def bind(self, operation: Operation, *values: int) -> tuple[Callable[[int], int], np.ndarray]:
+        """`run` with everything resolved, for hot loops: ``launch(address of the block) -> status``."""
+        block = np.zeros(BOUND_WORDS, dtype=np.int64)
+        block[:BOUND_VALUES] = self.context.address, operation.kernel, operation.address, operation.fingerprint
+        block[BOUND_VALUES : BOUND_VALUES + len(values)] = values
+        return load_run_bound(), block
 
-        def call() -> None:
-            if not lock.acquire(False):
-                raise self._occupied(operation)
-            try:
-                status = launch(*arguments)
-            finally:
-                lock.release()
-            if status:
-                self._settle(status, operation, context)
-
-        return call
-
-    def _occupied(self, operation: Operation) -> EpcommError:
-        where = f"rank {self.rank}: {operation.text}"
-        return self.reject(ConfigError(f"{where}: another thread is in an operation of the communicator"))
-
-    def _settle(self, status: int, operation: Operation, context: Context) -> int:
+    def settle(self, status: int, operation: Operation, context: Context) -> int:
         """Returns a status that the operation itself deals with; raises the error that any other stands for."""
-        if status in (control.CAPACITY, control.BAD_VALUE):
+        if status in (control.OK, control.CAPACITY, control.BAD_VALUE):
             return status
+        if status == control.OCCUPIED:
+            where = f"rank {self.rank}: {operation.text}"
+            raise self.reject(ConfigError(f"{where}: another thread is in an operation of the communicator"))
         raise self.error_of(status, operation.text, context)
 
     # ---- failures
@@ -257,6 +248,16 @@ class Runtime:
 
     # ---- reset and close
 
+    @contextlib.contextmanager
+    def _exclusively(self) -> Iterator[None]:
+        """Holds operations off, once the thread that may be in one has left it (each has a deadline)."""
+        while not load_claim()(self.context.address):
+            time.sleep(0.001)
+        try:
+            yield
+        finally:
+            load_leave()(self.context.address)
+
     def on_reset(self, member: Any) -> None:
         """Registers an object whose ``start_generation(generation)`` is called by every reset while it lives."""
         self._resettable.add(member)
@@ -269,7 +270,7 @@ class Runtime:
         if self.closed:
             raise ClosedError(f"rank {self.rank}: the communicator is closed")
         limit = self.timeout if timeout is None else timeout
-        with self.lock:
+        with self._exclusively():
             self.hub.barrier(timeout=limit, check=_nothing)  # every rank has left its operations
             self.generation += 1
             self.hub.generation = self.generation
@@ -296,7 +297,7 @@ class Runtime:
             monitor.forget(self._pidfds)
             self.hub.close()
             if self._pool is not None:
-                with self.lock:
+                with self._exclusively():
                     self._pool.stop()
             _live.discard(self)
 

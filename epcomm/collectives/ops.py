@@ -115,15 +115,16 @@ class Collectives:
             raise ConfigError(f"{where}: argument `x`: wanted a contiguous tensor, got strides {x.stride()}")
         result = check_out(where, x if out is None else out, x.shape, x)
         operation = self._bind_reduce("allreduce", x, op, algorithm, -1)
-        run = self.runtime.bound(operation, x.data_ptr(), result.data_ptr(), _num_bytes(x),
-                                 _num_bytes(x) > STREAMING_BYTES)  # fmt: skip
-        fifo = self._fifo
+        num_bytes = _num_bytes(x)
+        values = (x.data_ptr(), result.data_ptr(), num_bytes, num_bytes > STREAMING_BYTES)
+        launch, block = self.runtime.bind(operation, *values)
+        address, fifo, runtime = block.ctypes.data, self._fifo, self.runtime
 
-        def call(keep: Any = (x, result, operation)) -> torch.Tensor:
+        def call(keep: Any = (x, result, block)) -> torch.Tensor:
             if fifo.pending:
-                fifo.call(run, None, False)
-            else:
-                run()
+                fifo.call(lambda: runtime.run(operation, *values), None, False)
+            elif status := launch(address):
+                runtime.settle(status, operation, runtime.context)
             return result
 
         return call

@@ -15,6 +15,7 @@ CAPACITY = 4  # agreed on by all ranks from exchanged counts; the communicator s
 BAD_VALUE = 5  # an index in the caller's data is out of range
 INTERRUPTED = 6  # SIGINT while waiting
 CLOSED = 7  # the communicator was closed, or the process was forked
+OCCUPIED = 8  # another thread is in an operation of this context
 
 # ---- context block (words)
 RANK, SIZE = 0, 1
@@ -26,6 +27,7 @@ DEADLINE_NS = 6  # monotonic clock; set by the first slow wait of an operation
 SPINS = 7  # polls with a pause before the core is yielded
 POOL = 8  # address of the rank's pool of program threads, 0 when it runs one program
 IS_CLOSED = 9
+IS_OCCUPIED = 14  # 1 while a thread is in an operation
 # what the last failed wait was waiting for
 FAILED_PEER, FAILED_SITE, FAILED_WANTED, FAILED_FOUND = 10, 11, 12, 13
 PEERS = 16  # base addresses of all ranks' control segments follow

@@ -18,6 +18,7 @@ from epcomm.device import control
 from epcomm.device.cpu.compile import KERNEL_SIGNATURE, device, host_function
 from epcomm.device.cpu.memory import (
     I64,
+    copy_bytes,
     exchange,
     fetch_add,
     load_acquire,
@@ -157,17 +158,13 @@ class Pool:
             thread.join()
 
 
-_RUN_SIGNATURE = types.int64(*[types.int64] * (4 + CALL_WORDS))
+# a bound call (words): what `run` takes, all of it known in advance
+BOUND_CTX, BOUND_KERNEL, BOUND_ARGS, BOUND_FINGERPRINT, BOUND_VALUES = range(5)
+BOUND_WORDS = BOUND_VALUES + CALL_WORDS
 
 
-@host_function("run", _RUN_SIGNATURE)
-def load_run(ctx, kernel, args, fingerprint, a, b, c, d, e, f):
-    """Begins an operation: ``run(ctx, kernel, args, fingerprint, *call_words) -> status``.
-
-    A fingerprint of 0 marks an operation outside of the sequence (send, recv): it has no header.
-    """
-    if word(ctx, control.IS_CLOSED):
-        return control.CLOSED
+@device
+def _run(ctx, kernel, args, fingerprint):
     if aborted(ctx):
         return control.ABORTED
     set_word(ctx, control.DEADLINE_NS, 0)
@@ -175,16 +172,73 @@ def load_run(ctx, kernel, args, fingerprint, a, b, c, d, e, f):
         set_word(ctx, control.FINGERPRINT, fingerprint)
         set_word(ctx, control.SEQUENCE, word(ctx, control.SEQUENCE) + 1)
         push_header(ctx)
+    pool = word(ctx, control.POOL)
+    if pool == 0:
+        return call_kernel(kernel, ctx, args, 0, 1)
+    return _run_on_pool(pool, kernel, ctx, args)
+
+
+@device
+def _claim(ctx):
+    """True unless another thread is in an operation of this context."""
+    return exchange(ctx + 8 * control.IS_OCCUPIED, 1) == 0
+
+
+@device
+def _enter(ctx):
+    if word(ctx, control.IS_CLOSED):
+        return control.CLOSED
+    return control.OK if _claim(ctx) else control.OCCUPIED
+
+
+@device
+def _leave(ctx):
+    store_release(ctx + 8 * control.IS_OCCUPIED, 0)
+
+
+@host_function("run", types.int64(*[types.int64] * (4 + CALL_WORDS)))
+def load_run(ctx, kernel, args, fingerprint, a, b, c, d, e, f):
+    """Begins an operation: ``run(ctx, kernel, args, fingerprint, *call_words) -> status``.
+
+    A fingerprint of 0 marks an operation outside of the sequence (send, recv): it has no header.
+    """
+    status = _enter(ctx)
+    if status != control.OK:
+        return status
     set_word(args, 0, a)
     set_word(args, 1, b)
     set_word(args, 2, c)
     set_word(args, 3, d)
     set_word(args, 4, e)
     set_word(args, 5, f)
-    pool = word(ctx, control.POOL)
-    if pool == 0:
-        return call_kernel(kernel, ctx, args, 0, 1)
-    return _run_on_pool(pool, kernel, ctx, args)
+    status = _run(ctx, kernel, args, fingerprint)
+    _leave(ctx)
+    return status
+
+
+@host_function("run_bound", types.int64(types.int64))
+def load_run_bound(call):
+    """`run` of a bound call, in less than half of the time: Numba unpacks one argument instead of ten."""
+    ctx, args = word(call, BOUND_CTX), word(call, BOUND_ARGS)
+    status = _enter(ctx)
+    if status != control.OK:
+        return status
+    copy_bytes(args, call + 8 * BOUND_VALUES, 8 * CALL_WORDS)
+    status = _run(ctx, word(call, BOUND_KERNEL), args, word(call, BOUND_FINGERPRINT))
+    _leave(ctx)
+    return status
+
+
+@host_function("claim", types.boolean(types.int64))
+def load_claim(ctx):
+    """``claim(ctx)``: holds operations off, closed or not; False if a thread is in one."""
+    return _claim(ctx)
+
+
+@host_function("leave", types.void(types.int64))
+def load_leave(ctx):
+    """``leave(ctx)``: gives a claimed context back."""
+    _leave(ctx)
 
 
 @host_function("raise_abort", types.void(types.int64, types.int64))
