@@ -54,6 +54,10 @@ class BlockPool:
         buffer.lease = lease
         return buffer
 
+    def free_arrays(self) -> None:
+        """Lets go of the memory. Buffers that were made keep their part of it."""
+        self._arrays.clear()
+
     def locate(self, address: int) -> tuple[int, int] | None:
         """Block number and offset of an address in this pool, or None."""
         offset = address - self.address

@@ -160,7 +160,10 @@ class Calls:
         where = f"rank {self._runtime.rank}: combine"
         self._check_routing(where, "received", routing)
         if not routing.is_placed:
-            raise ConfigError(f"{where}: argument `received`: this routing was not dispatched yet")
+            raise ConfigError(
+                f"{where}: argument `received`: wanted a routing that was dispatched (latency mode exchanges counts in "
+                "dispatch), got one that was not dispatched yet"
+            )
         if self._is_flat:
             check_flat_combine(where, has_weights, reduce)
         lead = self.rows_shape(routing)
@@ -190,8 +193,8 @@ class Calls:
         return check_out(where, out, shapes, [tensor.dtype for tensor in x])
 
     def _check_open(self, where: str) -> None:
-        if self.is_closed:
-            raise ClosedError(f"{where}: {self._name} is closed")
+        if self.is_closed or self._runtime.closed:
+            raise ClosedError(f"{where}: {self._name if self.is_closed else 'the communicator'} is closed")
 
     def _check_routing(self, where: str, name: str, routing: Any) -> None:
         self._check_open(where)
@@ -199,7 +202,8 @@ class Calls:
             wanted = "what route returned" if name == "routing" else "what dispatch or route returned"
             raise ConfigError(f"{where}: argument `{name}`: wanted {wanted}, got {type(routing).__name__}")
         if routing.calls is not self:
-            raise ConfigError(f"{where}: argument `{name}`: it was made by another handle, {routing.ep.name}")
+            names = f"{self._name}, got one of another handle, {routing.ep.name}"
+            raise ConfigError(f"{where}: argument `{name}`: wanted a routing of {names}")
         if routing.generation != self.generation:
             raise ClosedError(f"{where}: argument `{name}`: it is from before the communicator was reset")
 

@@ -129,9 +129,9 @@ def check_out(
 def check_flat_combine(where: str, has_weights: bool, reduce: bool) -> None:
     """In the flat layout a row is already the sum of a token's weighted expert outputs on that rank."""
     if has_weights:
-        raise ConfigError(f"{where}: argument `topk_weights`: wanted None in the flat layout, of weighted sums")
+        raise ConfigError(f"{where}: argument `topk_weights`: wanted None in the flat layout, got some")
     if not reduce:
-        raise ConfigError(f"{where}: argument `reduce`: the flat layout has no row per slot to return")
+        raise ConfigError(f"{where}: argument `reduce`: wanted True in the flat layout, got False")
 
 
 def check_bias(
@@ -139,7 +139,7 @@ def check_bias(
 ) -> list[torch.Tensor]:
     """One addend per tensor of y, of its dtype and width."""
     if not reduce:
-        raise ConfigError(f"{where}: argument `bias`: there is no sum to add it to with reduce=False")
+        raise ConfigError(f"{where}: argument `bias`: wanted None with reduce=False, which adds nothing up; got one")
     biases = as_tuple(where, "bias", bias)
     if len(biases) != len(rows):
         raise ConfigError(f"{where}: argument `bias`: wanted {len(rows)} tensors like y, got {len(biases)}")

@@ -110,7 +110,7 @@ def make_config(
     if layout not in LAYOUTS:
         raise ConfigError(f"{where}: argument `layout`: wanted one of {tuple(LAYOUTS)}, got {layout!r}")
     if alignment > 1 and layout != "contiguous":
-        raise ConfigError(f"{where}: argument `alignment`: only the contiguous layout has one, got {alignment}")
+        raise ConfigError(f"{where}: argument `alignment`: wanted 1 unless the layout is contiguous, got {alignment}")
     if placement is None:
         owner = _even(num_experts, size)
     else:

@@ -64,10 +64,16 @@ class ExpertParallel:
         self._output_last_read = [0] * self.config.blocks
 
     def close(self) -> None:
-        """Collective: frees the handle. Tensors that are still alive stay valid."""
-        if not self._calls.is_closed:
+        """Collective, unless the communicator has failed or is closed: frees the handle. Idempotent.
+
+        Tensors that are still alive stay valid.
+        """
+        if self._calls.is_closed:
+            return
+        if self._runtime.failure is None and not self._runtime.closed:
             self._run(self._closing)
-            self._calls.is_closed = True
+        self._calls.is_closed = True
+        self._memory.free()
 
     def return_workspace(self, workspace: Workspace) -> None:
         """For a `Routing` that ends."""
@@ -208,6 +214,8 @@ class ExpertParallel:
     def take_output(self) -> np.ndarray | None:
         """For `Received.output_buffer`: an output block that all peers have read, or None if there is no free one."""
         pool, seen = self._memory.outputs, self._epochs[protocol.DONE_SEEN]
+        if self._calls.is_closed:
+            return None
         still_read = []  # these go back when this returns
         while pool.free:
             lease = pool.take()

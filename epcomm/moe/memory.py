@@ -86,6 +86,12 @@ class Memory:
             state[word] = value
         self.start_generation(runtime.generation)
 
+    def free(self) -> None:
+        """Lets go of the segment, which is unmapped when the last tensor on it is gone."""
+        del self.segment
+        self.receive.free_arrays()
+        self.outputs.free_arrays()
+
     @staticmethod
     def _placement_tables(config: Config, size: int) -> tuple[np.ndarray, ...]:
         """int32: owner and local number by expert; experts by (owner, local number); where each rank's start there."""
