@@ -12,8 +12,10 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from failure_cases import raised_by
 
 import epcomm
+from epcomm.errors import PeerFailedError
 from epcomm.testing.adversary import delay_operations
 from epcomm.testing.oracle import Combined, Exchange, combined, even_placement, received_weights
 from epcomm.testing.ranks import run_ranks
@@ -178,6 +180,19 @@ def run_steps(comm: epcomm.Communicator, case: Case, num_steps: int = 3) -> None
     for number in range(num_steps):
         round_trip(ep, Step(case, comm.size, number))
     ep.close()
+
+
+def check_raised(comm: epcomm.Communicator, call: Callable[[], Any], error: type[Exception], *texts: str) -> None:
+    """`call` raises `error` on rank 1, and everyone else hears what it said; then the communicator is reset."""
+    raised = raised_by(call)
+    if comm.rank == 1:
+        assert type(raised.error) is error, raised
+        texts = ("rank 1: ", "wanted", "got", *texts)
+    else:
+        assert type(raised.error) is PeerFailedError, raised
+        texts = (f"rank {comm.rank}: ", "rank 1", error.__name__, *texts)
+    assert all(text in raised.text for text in texts), (texts, raised)
+    comm.reset()
 
 
 def on_ranks(
