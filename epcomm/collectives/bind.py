@@ -40,7 +40,7 @@ class Binder:
             regions.sent,
             num_channels,
         )
-        self._bound: dict[Hashable, Operation] = {}
+        self.bound: dict[Hashable, Operation] = {}
         self.start_generation(runtime.generation)
         runtime.on_reset(self)
 
@@ -52,12 +52,17 @@ class Binder:
 
     def cached(self, key: Hashable, bind: Callable[[], Operation]) -> Operation:
         """The operation bound under `key`."""
-        operation = self._bound.get(key)
+        operation = self.bound.get(key)
         if operation is None:
-            if len(self._bound) >= _MAX_BOUND:
-                self._bound.clear()
-            operation = self._bound[key] = bind()
+            operation = bind()
+            self.remember(key, operation)
         return operation
+
+    def remember(self, key: Hashable, operation: Operation) -> None:
+        """Keeps a bound operation for the next request like it."""
+        if len(self.bound) >= _MAX_BOUND:
+            self.bound.clear()
+        self.bound[key] = operation
 
     def _block(self) -> np.ndarray:
         args = parameter_block(protocol.NUM_WORDS)

@@ -9,6 +9,17 @@ import torch
 from epcomm.errors import ConfigError, UnsupportedError
 
 
+def is_plain(tensor: object) -> bool:
+    """True for what needs no further look: a contiguous CPU tensor whose memory holds the values it shows."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not (tensor.is_neg() or tensor.is_conj() or tensor.is_quantized)
+    )
+
+
 def check_tensor(where: str, name: str, tensor: object) -> torch.Tensor:
     """A strided CPU tensor, or an error."""
     if not isinstance(tensor, torch.Tensor):
@@ -25,6 +36,8 @@ def check_out(where: str, out: torch.Tensor | None, shape: Sequence[int], like: 
     """`out` if it fits, else an error; a new tensor if there is none."""
     if out is None:
         return torch.empty(tuple(shape), dtype=like.dtype)
+    if is_plain(out) and out.dtype is like.dtype and out.shape == shape:
+        return out
     check_tensor(where, "out", out)
     if out.dtype != like.dtype or tuple(out.shape) != tuple(shape):
         raise ConfigError(

@@ -21,6 +21,7 @@ from epcomm.collectives.checks import (
     check_rank,
     check_splits,
     check_tensor,
+    is_plain,
 )
 from epcomm.errors import ConfigError, UnsupportedError
 from epcomm.kernels.cpu.reduction import supported_ops
@@ -99,13 +100,16 @@ class Collectives:
     @_rejecting
     def allreduce(self, x: torch.Tensor, op: str, out: torch.Tensor | None, algorithm: str, async_op: bool,
                   timeout: float | None) -> Any:  # fmt: skip
-        x = check_tensor(self._where("allreduce"), "x", x)
-        key = ("allreduce", x.shape, x.dtype, op, algorithm)
-        operation = self._binder.cached(key, lambda: self._bind_reduce("allreduce", x, op, algorithm, -1))
-        result = check_out(self._where("allreduce"), out, x.shape, x)
-        source, num_bytes = x.contiguous(), _num_bytes(x)
-        values = (source.data_ptr(), result.data_ptr(), num_bytes, num_bytes > STREAMING_BYTES)
-        return self._call(operation, values, source, result, async_op, timeout)
+        if not is_plain(x):
+            x = check_tensor(self._where("allreduce"), "x", x).contiguous()
+        operation = self._binder.bound.get((x.shape, x.dtype, op, algorithm))
+        if operation is None:
+            operation = self._bind_reduce("allreduce", x, op, algorithm, -1)
+            self._binder.remember((x.shape, x.dtype, op, algorithm), operation)
+        result = torch.empty_like(x) if out is None else check_out(self._where("allreduce"), out, x.shape, x)
+        num_bytes = x.nbytes
+        values = (x.data_ptr(), result.data_ptr(), num_bytes, num_bytes > STREAMING_BYTES)
+        return self._call(operation, values, x, result, async_op, timeout)
 
     @_rejecting
     def bind_allreduce(self, x: torch.Tensor, op: str, out: torch.Tensor | None, algorithm: str) -> Callable[[], Any]:
