@@ -42,9 +42,13 @@ def delay_operations(communicator: Any, seed: int, longest: float = 0.002) -> No
 
         return run
 
-    bound = runtime.bound
-    runtime.run = delayed(runtime.run)
-    runtime.bound = lambda *args: delayed(bound(*args))
+    bind = runtime.bind
+
+    def bind_delayed(*args: Any) -> Any:
+        launch, block = bind(*args)
+        return delayed(launch), block
+
+    runtime.run, runtime.bind = delayed(runtime.run), bind_delayed
 
 
 @contextlib.contextmanager
