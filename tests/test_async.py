@@ -1,4 +1,4 @@
-"""Asynchronous operations, bound calls, point-to-point messages, and several communicators side by side."""
+"""Asynchronous operations, bound calls, alltoallv of any splits, and several communicators side by side."""
 
 from __future__ import annotations
 
@@ -223,51 +223,6 @@ def test_alltoallv_of_any_splits(data: st.DataObject, world: int) -> None:
 
 def test_alltoallv_of_several_chunks() -> None:
     run_ranks(exchange_splits, 3, [[[0, 90_000, 5], [300_000, 1, 0], [7, 200_000, 65_537]]], (2,))
-
-
-# ---- send and recv
-
-
-def messages() -> None:
-    """A ring in which every pair has its own numbering, whatever the order of other calls."""
-    with epcomm.init(timeout=30.0) as comm:
-        pause, size = Pauses(5, comm.rank), comm.size
-        following, previous = (comm.rank + 1) % size, (comm.rank - 1) % size
-        shapes = [(0,), (1,), (), (33,), (16_384,), (16_385,), (500_000,), (2, 3)]
-        for call, shape in enumerate(shapes * 2):
-            dtype = (torch.float32, torch.bool, torch.int64)[call % 3]
-            work = comm.send(payload(comm.rank, shape, dtype, call), following, tag=call, async_op=True)
-            pause()
-            if call % 3 == 0:
-                comm.barrier()  # messages stay outside of the sequence of collectives
-            out = torch.empty(shape, dtype=dtype)
-            assert comm.recv(out, previous, tag=call) is out
-            assert same_bits(out, payload(previous, shape, dtype, call)), (call, shape)
-            assert work is not None and work.wait()
-
-
-@pytest.mark.parametrize("world, ranks", [(2, "processes"), (3, "processes"), (5, "processes"), (3, "threads")])
-def test_messages_around_a_ring(world: int, ranks: str) -> None:
-    run_ranks(messages, world, ranks=ranks)
-
-
-def both_ways() -> None:
-    """Directions don't block one another: both ranks send more than fits before either receives."""
-    with epcomm.init(timeout=30.0) as comm:
-        peer = 1 - comm.rank
-        messages = [payload(comm.rank, (200_000,), torch.float32, call) for call in range(3)]
-        sends = [comm.send(message, peer, async_op=True) for message in messages]
-        outs = [torch.empty(200_000) for _ in range(3)]
-        receives = [comm.recv(out, peer, async_op=True) for out in outs]
-        x, wanted = summed(comm, (100,), 0)
-        assert same_bits(comm.allreduce(x), wanted)
-        for call, work in enumerate(receives):
-            assert same_bits(work.result(), payload(peer, (200_000,), torch.float32, call))
-        assert all(work.wait() for work in sends if work is not None)
-
-
-def test_messages_in_both_directions() -> None:
-    run_ranks(both_ways, 2)
 
 
 # ---- several communicators

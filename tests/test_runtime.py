@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -115,6 +117,20 @@ def test_init_with_torchrun_environment() -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     run_ranks(body, 2, port)
+
+
+@pytest.mark.slow
+def test_init_under_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import epcomm, torch\n"
+        "with epcomm.init() as comm:\n"
+        "    total = int(epcomm.allreduce(torch.tensor(comm.rank + 1)))\n"
+        "    print(f'rank {comm.rank} of {comm.size}: {total}\\n', end='', flush=True)\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", str(script)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert sorted(result.stdout.splitlines()) == [f"rank {rank} of 3: 6" for rank in range(3)], result.stderr
 
 
 def test_world_of_one() -> None:

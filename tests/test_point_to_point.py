@@ -1,0 +1,93 @@
+"""send and recv: numbered per ordered pair, beside the collectives, and never in each other's way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from collective_cases import payload, same_bits
+
+import epcomm
+from epcomm.testing.adversary import Pauses
+from epcomm.testing.ranks import run_ranks
+
+
+def messages() -> None:
+    """A ring in which every pair has its own numbering, whatever the order of other calls."""
+    with epcomm.init(timeout=30.0) as comm:
+        pause, size = Pauses(5, comm.rank), comm.size
+        following, previous = (comm.rank + 1) % size, (comm.rank - 1) % size
+        shapes = [(0,), (1,), (), (33,), (16_384,), (16_385,), (500_000,), (2, 3)]
+        for call, shape in enumerate(shapes * 2):
+            dtype = (torch.float32, torch.bool, torch.int64)[call % 3]
+            work = comm.send(payload(comm.rank, shape, dtype, call), following, tag=call, async_op=True)
+            pause()
+            if call % 3 == 0:
+                comm.barrier()  # messages stay outside of the sequence of collectives
+            out = torch.empty(shape, dtype=dtype)
+            assert comm.recv(out, previous, tag=call) is out
+            assert same_bits(out, payload(previous, shape, dtype, call)), (call, shape)
+            assert work is not None and work.wait()
+
+
+@pytest.mark.parametrize("world, ranks", [(2, "processes"), (3, "processes"), (5, "processes"), (3, "threads")])
+def test_messages_around_a_ring(world: int, ranks: str) -> None:
+    run_ranks(messages, world, ranks=ranks)
+
+
+def both_ways() -> None:
+    """Directions don't block one another: both ranks send more than fits before either receives."""
+    with epcomm.init(timeout=30.0) as comm:
+        peer = 1 - comm.rank
+        messages = [payload(comm.rank, (200_000,), torch.float32, call) for call in range(3)]
+        sends = [comm.send(message, peer, async_op=True) for message in messages]
+        outs = [torch.empty(200_000) for _ in range(3)]
+        receives = [comm.recv(out, peer, async_op=True) for out in outs]
+        assert comm.allreduce(torch.ones(100)).eq(2.0).all()
+        for call, work in enumerate(receives):
+            assert same_bits(work.result(), payload(peer, (200_000,), torch.float32, call))
+        assert all(work.wait() for work in sends if work is not None)
+
+
+def test_messages_in_both_directions() -> None:
+    run_ranks(both_ways, 2)
+
+
+def test_messages_and_collectives_of_several_threads() -> None:
+    """One thread per direction and one for collectives, on one communicator."""
+
+    def body() -> None:
+        with epcomm.init(timeout=30.0) as comm:
+            peer, failures = 1 - comm.rank, []
+
+            def guarded(loop: Callable[[], None]) -> threading.Thread:
+                def run() -> None:
+                    try:
+                        loop()
+                    except BaseException as error:
+                        failures.append(error)
+
+                thread = threading.Thread(target=run)
+                thread.start()
+                return thread
+
+            def send() -> None:
+                for call in range(100):
+                    comm.send(payload(comm.rank, (call * 300,), torch.uint8, call), peer, tag=call)
+
+            def receive() -> None:
+                for call in range(100):
+                    out = comm.recv(torch.empty(call * 300, dtype=torch.uint8), peer, tag=call)
+                    assert same_bits(out, payload(peer, (call * 300,), torch.uint8, call)), call
+
+            def reduce() -> None:
+                for call in range(100):
+                    assert comm.allreduce(torch.full((call,), 1.0 + comm.rank)).eq(3.0).all(), call
+
+            for thread in [guarded(loop) for loop in (send, receive, reduce)]:
+                thread.join()
+            assert not failures, failures
+
+    run_ranks(body, 2, disturb=6)
