@@ -100,6 +100,7 @@ class _PooledProcess(RankProcess):
 
     def __init__(self) -> None:
         super().__init__(0, 1, "epcomm-pooled", num_threads=1)
+        self.is_loaded = False
         self._stacks = os.memfd_create("epcomm-stacks", os.MFD_CLOEXEC)
         self.send((_prepare, (f"/proc/{os.getpid()}/fd/{self._stacks}",)))
 
@@ -137,6 +138,7 @@ class _Pool:
 
     def __init__(self) -> None:
         self._processes: list[_PooledProcess] = []
+        self._num_spares = 0  # 1 once a process was lost: tests that lose one come in series, and loading takes seconds
 
     def outcomes(
         self,
@@ -167,15 +169,19 @@ class _Pool:
 
     def _take(self, count: int) -> list[_PooledProcess]:
         self._discard([process for process in self._processes if not process.alive])
-        started = [_PooledProcess() for _ in range(count - len(self._processes))]
-        self._processes += started
-        self._collect(started, _START_LIMIT, ())  # so that a test's deadlines don't count the start
+        while len(self._processes) < count + self._num_spares:
+            self._processes.append(_PooledProcess())
+        loading = [process for process in self._processes[:count] if not process.is_loaded]
+        self._collect(loading, _START_LIMIT, ())  # so that a test's deadlines don't count it
+        for process in loading:
+            process.is_loaded = True
         return self._processes[:count]
 
     def _discard(self, processes: list[_PooledProcess]) -> None:
         for process in processes:
             self._processes.remove(process)
             process.stop(kill=True)
+            self._num_spares = 1
 
     def close(self) -> None:
         self._discard(list(self._processes))
