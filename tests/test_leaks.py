@@ -93,11 +93,28 @@ def reset_and_close(num_threads: int | None) -> None:
             comm.barrier()
 
 
+def dispatch_and_close(num_threads: int | None) -> None:
+    """Handles of both modes, one of which is left open, and results that outlive all of it."""
+    with epcomm.init(timeout=20.0, num_threads=num_threads) as comm:
+        results = []
+        for mode in ("throughput", "latency"):
+            ep = comm.expert_parallel(num_experts=6, topk=2, hidden=256, max_tokens=64, dtype=torch.float32, mode=mode)
+            for _ in range(2):
+                routing = ep.route(torch.tensor([[0, 5], [3, -1], [2, 2]]))
+                received = ep.dispatch(torch.ones(3, 256), routing)
+                results.append(ep.combine(received.x, received))
+            results.append(received)
+            if mode == "latency":
+                ep.close()
+    assert results[0].shape == (3, 256)
+
+
 CYCLES: dict[str, Callable[[int | None], None]] = {
     "use": use_and_close,
     "mismatch": fail_and_close,
     "error": leave_with_an_error,
     "reset": reset_and_close,
+    "dispatch": dispatch_and_close,
 }
 
 
@@ -120,6 +137,8 @@ def repeat(name: str, times: int, num_threads: int | None) -> tuple[dict[str, in
         ("error", 40, 3, None),
         ("error", 40, 2, 2),
         ("reset", 40, 2, 2),
+        ("dispatch", 100, 3, None),
+        ("dispatch", 40, 2, 2),
     ],
 )
 def test_cycles(name: str, times: int, world: int, num_threads: int | None) -> None:
