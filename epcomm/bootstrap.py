@@ -11,7 +11,6 @@ import array
 import builtins
 import contextlib
 import contextvars
-import itertools
 import os
 import select
 import socket
@@ -23,7 +22,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
 
-from epcomm.errors import ConfigError, PeerLostError, TimeoutError, UnsupportedError
+from epcomm.errors import ConfigError, PeerFailedError, PeerLostError, TimeoutError, UnsupportedError
 
 _POLL_MS = 20
 _HEADER = struct.Struct("<qiiq")  # payload bytes, descriptors, rank that was lost (-1: none), generation
@@ -94,12 +93,19 @@ class LaunchedRank:
     rank: int
     size: int
     name: str
-    turns: Any = field(default_factory=itertools.count)
     is_thread: bool = False
+    abandoned: Any = None  # an event of thread ranks: one of them ended with an exception
+    turn: int = 0
     runtimes: list[Any] = field(default_factory=list)  # weak references: failed if the rank ends with an exception
 
     def next_hub_name(self) -> str:
-        return f"{self.name}-{next(self.turns)}"
+        self.turn += 1
+        return f"{self.name}-{self.turn}"
+
+    def check(self) -> None:
+        """Raises if a rank will not come any more."""
+        if self.abandoned is not None and self.abandoned.is_set():
+            raise PeerFailedError(f"rank {self.rank}: init: another rank ended with an exception")
 
 
 #: Set by `epcomm.launch`, in a process's main thread or per thread rank.
@@ -144,9 +150,9 @@ def connect(rendezvous: Rendezvous | LaunchedRank, timeout: float) -> Hub:
     """Meets the other ranks and returns the hub connection. Raises `UnsupportedError` if they are on several hosts."""
     rank, size = rendezvous.rank, rendezvous.size
     deadline = time.monotonic() + timeout
-    listener = None
+    listener, check = None, _nothing
     if isinstance(rendezvous, LaunchedRank):
-        name = rendezvous.next_hub_name()
+        name, check = rendezvous.next_hub_name(), rendezvous.check
         if rank == 0:
             listener = _listen(name, size)
     else:
@@ -163,9 +169,13 @@ def connect(rendezvous: Rendezvous | LaunchedRank, timeout: float) -> Hub:
             )
         name = names[0]
     if listener is None:
-        return Hub(rank, size, [_dial(name, rank, deadline)])
+        return Hub(rank, size, [_dial(name, rank, deadline, check)])
     with listener:
-        return Hub(rank, size, _accept(listener, size, deadline))
+        return Hub(rank, size, _accept(listener, size, deadline, check))
+
+
+def _nothing() -> None:
+    return None
 
 
 def agree_on_threads(hub: Hub, num_threads: int | None, timeout: float) -> int:
@@ -182,7 +192,7 @@ def _listen(name: str, size: int) -> socket.socket:
     return listener
 
 
-def _dial(name: str, rank: int, deadline: float) -> socket.socket:
+def _dial(name: str, rank: int, deadline: float, check: Callable[[], None]) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     while True:
         try:
@@ -190,28 +200,50 @@ def _dial(name: str, rank: int, deadline: float) -> socket.socket:
             connection.sendall(struct.pack("<q", rank))
             return connection
         except ConnectionRefusedError:  # rank 0 isn't listening yet
+            check()
             if time.monotonic() > deadline:
                 connection.close()
                 raise TimeoutError(f"rank {rank}: init: rank 0 did not come in time") from None
             time.sleep(0.002)
 
 
-def _accept(listener: socket.socket, size: int, deadline: float) -> list[socket.socket]:
+def _accept(
+    listener: socket.socket, size: int, deadline: float, check: Callable[[], None]
+) -> list[socket.socket]:
+    """The connections of ranks 1.. in rank order; all are closed if one doesn't come."""
     connections: dict[int, socket.socket] = {}
-    while len(connections) < size - 1:
-        listener.settimeout(max(0.0, deadline - time.monotonic()) or 0.001)
-        try:
-            connection, _ = listener.accept()
-        except builtins.TimeoutError:
-            missing = [rank for rank in range(1, size) if rank not in connections]
-            raise TimeoutError(f"rank 0: init: rank(s) {missing} of {size} did not come in time") from None
-        connection.settimeout(None)
-        _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        if uid != os.getuid():
+    listener.settimeout(_POLL_MS / 1000)
+    try:
+        while len(connections) < size - 1:
+            check()
+            if time.monotonic() > deadline:
+                missing = [rank for rank in range(1, size) if rank not in connections]
+                raise TimeoutError(f"rank 0: init: rank(s) {missing} of {size} did not come in time")
+            with contextlib.suppress(builtins.TimeoutError):
+                connection, _ = listener.accept()
+                rank = _greeting(connection)
+                if rank is not None:
+                    connections[rank] = connection
+    except BaseException:
+        for connection in connections.values():
             connection.close()
-            continue
-        connections[struct.unpack("<q", connection.recv(8, socket.MSG_WAITALL))[0]] = connection
+        raise
     return [connections[rank] for rank in range(1, size)]
+
+
+def _greeting(connection: socket.socket) -> int | None:
+    """The rank that a new connection says it is; None (and closed) if it isn't one of this user's ranks."""
+    _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    connection.settimeout(1.0)
+    try:
+        greeting = connection.recv(8, socket.MSG_WAITALL) if uid == os.getuid() else b""
+    except OSError:
+        greeting = b""
+    if len(greeting) < 8:
+        connection.close()
+        return None
+    connection.settimeout(None)
+    return struct.unpack("<q", greeting)[0]
 
 
 def _close_all(messages: list[Message]) -> None:
@@ -226,7 +258,7 @@ class Hub:
     def __init__(self, rank: int, size: int, connections: list[socket.socket]):
         self.rank, self.size = rank, size
         self._connections = connections  # on rank 0: ranks 1, 2, ...; elsewhere: rank 0
-        self.generation = 1  # messages of an exchange that a failure cut short are told by their older generation
+        self.generation = 2  # twice the runtime's, odd in a reset: tells exchanges apart that a failure cut short
         self._early: dict[int, tuple[int, Message]] = {}  # from ranks that have reset already
 
     def allgather(
@@ -262,7 +294,7 @@ class Hub:
 
     def barrier(self, *, timeout: float, check: Callable[[], None]) -> None:
         """Returns once every rank has come."""
-        self.allgather(b"", timeout=timeout, check=check)
+        _close_all(self.allgather(b"", timeout=timeout, check=check))
 
     def close(self) -> None:
         for connection in self._connections:

@@ -17,7 +17,7 @@ from epcomm.errors import ClosedError, ConfigError, UnsupportedError
 from epcomm.kernels.protocol.collectives import collective_regions
 from epcomm.moe.config import make_config
 from epcomm.moe.expert_parallel import ExpertParallel
-from epcomm.runtime import Runtime
+from epcomm.runtime import LONGEST_TIMEOUT, Runtime
 from epcomm.work import Fifo, Work
 
 _process_default: Communicator | None = None
@@ -44,7 +44,7 @@ def init(
             world of one rank.
         device: "cpu" or None.
         transport: "auto" or "shared_memory".
-        num_threads: programs per operation on this rank; default: cores of this machine / ranks.
+        num_threads: programs per operation on each rank, the least that any rank asks for; default: cores / ranks.
         timeout: seconds that an operation may wait for its peers.
 
     Raises:
@@ -55,12 +55,16 @@ def init(
         raise UnsupportedError(f"init: argument `device`: this build serves cpu, got {device}")
     if transport not in ("auto", "shared_memory"):
         raise ConfigError(f"init: argument `transport`: wanted 'auto' or 'shared_memory', got {transport!r}")
-    if not timeout > 0:
-        raise ConfigError(f"init: argument `timeout`: wanted seconds > 0, got {timeout}")
+    if not 0 < timeout <= LONGEST_TIMEOUT:
+        raise ConfigError(f"init: argument `timeout`: wanted seconds > 0 and <= {LONGEST_TIMEOUT:g}, got {timeout}")
     if num_threads is not None and num_threads < 1:
         raise ConfigError(f"init: argument `num_threads`: wanted at least 1, got {num_threads}")
     hub = bootstrap.connect(bootstrap.find_rendezvous(group, store, rank, world_size), timeout)
-    communicator = Communicator(hub, timeout, num_threads)
+    try:
+        communicator = Communicator(hub, timeout, num_threads)
+    except BaseException:
+        hub.close()  # peers that wait for this rank see it go
+        raise
     launched = bootstrap.launched_rank.get()
     if launched is not None:
         launched.runtimes.append(weakref.ref(communicator._runtime))
@@ -109,7 +113,6 @@ class Communicator:
         self._binder = Binder(self._runtime, regions, num_channels)
         self._collectives = Collectives(self._runtime, self._binder, self._fifo)
         self._point_to_point = PointToPoint(self._runtime, regions)
-        self._num_handles = 0
 
     # ---- life
 
@@ -128,7 +131,7 @@ class Communicator:
     def reset(self, timeout: float | None = None) -> None:
         """Collective: makes a failed communicator usable again, once every rank has left its failed operation.
 
-        Handles stay; results, routings and works from before raise `ClosedError`.
+        Handles stay; routings and results from before raise `ClosedError`. Works from before are complete.
         """
         self._fifo.drain()
         self._point_to_point.drain()
@@ -141,9 +144,11 @@ class Communicator:
     def _close(self, barrier: Callable[[], Any] | None) -> None:
         if not self._runtime.closed and barrier is not None:
             self._fifo.drain()
-        self._runtime.close(barrier)
-        self._fifo.stop()
-        self._point_to_point.stop()
+        try:
+            self._runtime.close(barrier)
+        finally:
+            self._fifo.stop()
+            self._point_to_point.stop()
 
     def __enter__(self) -> Communicator:
         return self
@@ -341,6 +346,5 @@ class Communicator:
             raise self._runtime.reject(error) from None
         self._fifo.drain()
         self._runtime.run(self._binder.barrier(config.text))  # all ranks want the same handle
-        name = f"handle {self._num_handles}"
-        self._num_handles += 1
+        name = f"handle {self._runtime.sequence}"  # the number of that barrier: the same on all ranks
         return ExpertParallel(self._runtime, self._fifo, config, name, self._binder.barrier(f"close({name})"))

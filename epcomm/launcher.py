@@ -72,15 +72,17 @@ def _launch_threads(fn: Callable[..., Any], num_ranks: int, args: tuple[Any, ...
     name = f"epcomm-{uuid.uuid4().hex}"
     results: list[Any] = [None] * num_ranks
     errors: list[tuple[float, int, BaseException]] = []
+    abandoned = threading.Event()
+    launched = [LaunchedRank(rank, num_ranks, name, True, abandoned) for rank in range(num_ranks)]
 
     def run(rank: int) -> None:
-        launched = LaunchedRank(rank, num_ranks, name, is_thread=True)
-        launched_rank.set(launched)
+        launched_rank.set(launched[rank])
         try:
             results[rank] = fn(*args)
         except BaseException as error:  # re-raised in the caller's thread
             errors.append((time.monotonic(), rank, error))
-            fail_communicators(launched, error)
+            abandoned.set()
+            fail_communicators(launched[rank], error)
 
     threads = [
         threading.Thread(target=contextvars.copy_context().run, args=(run, rank), name=f"epcomm-rank-{rank}")
@@ -88,8 +90,14 @@ def _launch_threads(fn: Callable[..., Any], num_ranks: int, args: tuple[Any, ...
     ]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException as error:  # Ctrl-C: no rank is left waiting for its deadline
+        abandoned.set()
+        for rank in launched:
+            fail_communicators(rank, error)
+        raise
     if errors:
         raise first_failure(errors)
     return results
@@ -106,7 +114,10 @@ class RankProcess:
         task_read, self._task_write = os.pipe()
         self.answers, answer_write = os.pipe()
         environment = dict(os.environ, OMP_NUM_THREADS=str(num_threads))
-        command = f"from epcomm.launcher import _serve; _serve({task_read}, {answer_write}, {os.getpid()})"
+        command = (
+            f"import sys; sys.path[:] = {sys.path!r}; "
+            f"from epcomm.launcher import _serve; _serve({task_read}, {answer_write}, {os.getpid()})"
+        )
         self.process = subprocess.Popen(
             [sys.executable, "-c", command],
             pass_fds=(task_read, answer_write),
@@ -115,7 +126,7 @@ class RankProcess:
         )
         os.close(task_read)
         os.close(answer_write)
-        self.send((sys.path, rank, size, name, num_threads))
+        self.send((rank, size, name, num_threads))
 
     def send(self, message: Any) -> None:
         """Sends a task (or the greeting) to the rank."""
@@ -142,13 +153,13 @@ class RankProcess:
 
 
 def _read_exactly(descriptor: int, num_bytes: int) -> bytes | None:
-    chunks = b""
+    chunks = bytearray()
     while len(chunks) < num_bytes:
         chunk = os.read(descriptor, min(num_bytes - len(chunks), 1 << 20))
         if not chunk:
             return None
         chunks += chunk
-    return chunks
+    return bytes(chunks)
 
 
 def torch_threads(num_ranks: int) -> int:
@@ -158,12 +169,15 @@ def torch_threads(num_ranks: int) -> int:
 
 def _launch_processes(fn: Callable[..., Any], num_ranks: int, args: tuple[Any, ...]) -> list[Any]:
     name = f"epcomm-{uuid.uuid4().hex}"
-    processes = [RankProcess(rank, num_ranks, name, torch_threads(num_ranks)) for rank in range(num_ranks)]
+    processes: list[RankProcess] = []
     results: list[Any] = [None] * num_ranks
     errors: list[tuple[float, int, BaseException]] = []
-    waiting = {process.answers: process for process in processes}
+    waiting: dict[int, RankProcess] = {}
     try:
-        for process in processes:
+        for rank in range(num_ranks):
+            process = RankProcess(rank, num_ranks, name, torch_threads(num_ranks))
+            processes.append(process)
+            waiting[process.answers] = process
             process.send((fn, args))
         while waiting:
             limit = None if not errors else max(0.0, errors[0][0] + _GRACE - time.monotonic())
@@ -198,7 +212,7 @@ def _serve(task_read: int, answer_write: int, parent: int) -> None:
     greeting = _read_exactly(task_read, 8)
     if greeting is None:
         return
-    sys.path[:], rank, size, name, num_threads = pickle.loads(
+    rank, size, name, num_threads = pickle.loads(
         _read_exactly(task_read, struct.unpack("<q", greeting)[0]) or b""
     )
     import torch

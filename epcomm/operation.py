@@ -3,39 +3,43 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from epcomm.device import control
-from epcomm.device.cpu.launch import CALL_WORDS
+from epcomm.device.cpu.compile import Kernel
+from epcomm.device.cpu.launch import IS_SINGLE
 
 _MESSAGES = 128  # records of point-to-point messages, whose texts may vary without end; the others are of operations
 
 
 @dataclass(slots=True)
 class Operation:
-    """A kernel bound to its parameters: what `Runtime.run` needs, resolved once.
+    """A kernel bound to its parameters: what `Runtime.run` needs, resolved once (``kernel`` and ``address`` of args).
 
     ``text`` names the operation and everything that must agree between ranks; its hash is the fingerprint.
     ``keep`` holds whatever owns memory that ``args`` points to.
     """
 
-    kernel: int
+    code: Kernel
     args: np.ndarray
     text: str
     fingerprint: int = 0
     keep: Any = None
+    kernel: int = field(init=False)
     address: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.address = self.args.ctypes.data
+        self.kernel, self.address = self.code.address, self.args.ctypes.data
+        self.args[IS_SINGLE] = self.code.is_single
 
 
 def parameter_block(num_words: int) -> np.ndarray:
     """A zeroed block of 64-bit words: first those `run` sets for each call, then the kernel's own."""
-    return np.zeros(max(num_words, CALL_WORDS), dtype=np.int64)
+    return np.zeros(max(num_words, IS_SINGLE + 1), dtype=np.int64)
 
 
 class Context:
@@ -57,6 +61,7 @@ class OperationTexts:
         self._fingerprints: dict[str, int] = {}
         self._holders: list[str | None] = [None] * control.NUM_TEXTS
         self._next = {True: 0, False: _MESSAGES}
+        self._lock = threading.Lock()
 
     def fingerprint(self, text: str, is_message: bool = False) -> int:
         """The fingerprint of `text`, which peers can read from now on."""
@@ -64,6 +69,10 @@ class OperationTexts:
         return self._write(text, is_message) if known is None else known
 
     def _write(self, text: str, is_message: bool) -> int:
+        with self._lock:  # send and recv may run in several threads
+            return self._write_record(text, is_message)
+
+    def _write_record(self, text: str, is_message: bool) -> int:
         fingerprint = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1 | 1
         index = self._next[is_message]
         first, end = (0, _MESSAGES) if is_message else (_MESSAGES, control.NUM_TEXTS)

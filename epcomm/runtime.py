@@ -20,6 +20,7 @@ import numpy as np
 from epcomm import monitor
 from epcomm.bootstrap import Hub
 from epcomm.device import control
+from epcomm.device.cpu.compile import Kernel
 from epcomm.device.cpu.launch import (
     BOUND_VALUES,
     BOUND_WORDS,
@@ -44,6 +45,7 @@ from epcomm.heap.cpu import SymmetricSegment
 from epcomm.kernels.protocol.sites import describe_site
 from epcomm.operation import Context, Operation, OperationTexts, find_text
 
+LONGEST_TIMEOUT = 1e8  # seconds: three years; in nanoseconds it fits a word with room to spare
 _SPINS_WITH_OWN_CORE, _SPINS_SHARING_CORES = 100, 20  # measured: best barrier times with and without idle cores
 
 
@@ -81,7 +83,11 @@ class Runtime:
             messages = self.hub.allgather(b"", [descriptor], timeout=self.timeout, check=self.check)
             return [descriptors[0] for _, descriptors in messages]
 
-        return SymmetricSegment(self.rank, num_bytes, prefault, allgather)
+        try:
+            return SymmetricSegment(self.rank, num_bytes, prefault, allgather)
+        except OSError as error:
+            message = f"rank {self.rank}: {num_bytes} bytes of shared memory: {error}"
+            raise self.fail(EpcommError(message)) from error
 
     def new_context(self, *, sequenced: bool) -> Context:
         """A context block; one outside of the sequence (for send and recv) may run beside the others."""
@@ -103,7 +109,7 @@ class Runtime:
 
     # ---- operations
 
-    def operation(self, kernel: int, args: np.ndarray, text: str, keep: Any = None) -> Operation:
+    def operation(self, kernel: Kernel, args: np.ndarray, text: str, keep: Any = None) -> Operation:
         """Binds a kernel and leaves its readable text where peers find it by the fingerprint."""
         return Operation(kernel, args, text, self.texts.fingerprint(text), keep)
 
@@ -148,6 +154,11 @@ class Runtime:
             raise self.reject(ConfigError(f"{where}: another thread is in an operation of the communicator"))
         raise self.error_of(status, operation.text, context)
 
+    @property
+    def sequence(self) -> str:
+        """Generation and number of the operation that began last."""
+        return f"{self.generation}.{_count(self.context)}"
+
     # ---- failures
 
     def check(self) -> None:
@@ -183,7 +194,7 @@ class Runtime:
     def error_of(self, status: int, text: str, context: Context) -> BaseException:
         """The exception for a status that stopped an operation; the communicator is failed by it."""
         where = f"rank {self.rank}: {text}"
-        sequence = int(context.words[control.SEQUENCE]) & ((1 << control.GENERATION_SHIFT) - 1)
+        sequence = _count(context)
         if sequence:
             where += f" (sequence {sequence})"
         if status == control.CLOSED:
@@ -245,13 +256,18 @@ class Runtime:
             else:
                 self._pidfds.append(pidfd)
                 monitor.watch(pidfd, _PeerLost(weakref.ref(self), rank))
+        self._stop_watching = weakref.finalize(self, monitor.forget, self._pidfds)  # also if it is never closed
+        self._stop_watching.atexit = False
 
     # ---- reset and close
 
     @contextlib.contextmanager
     def _exclusively(self) -> Iterator[None]:
-        """Holds operations off, once the thread that may be in one has left it (each has a deadline)."""
+        """Holds operations off, once the thread that may be in one has left it."""
+        deadline = time.monotonic() + self.timeout
         while not load_claim()(self.context.address):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {self.rank}: another thread is in an operation and does not leave it")
             time.sleep(0.001)
         try:
             yield
@@ -271,15 +287,19 @@ class Runtime:
             raise ClosedError(f"rank {self.rank}: the communicator is closed")
         limit = self.timeout if timeout is None else timeout
         with self._exclusively():
+            self.hub.generation = 2 * self.generation + 1  # not to be taken for an exchange that a failure cut short
             self.hub.barrier(timeout=limit, check=_nothing)  # every rank has left its operations
             self.generation += 1
-            self.hub.generation = self.generation
+            self.hub.generation = 2 * self.generation
             self.failure = None
             for context in list(self._contexts):
                 self._start_generation(context, sequenced=bool(context.words[control.SEQUENCE]))
             for member in list(self._resettable):
                 member.start_generation(self.generation)
-            self.hub.barrier(timeout=limit, check=_nothing)  # every rank ignores what was raised before
+            try:
+                self.hub.barrier(timeout=limit, check=_nothing)  # every rank ignores what was raised before
+            except EpcommError as error:
+                raise self.fail(error) from None
 
     def close(self, barrier: Callable[[], None] | None) -> None:
         """Leaves the communicator; with `barrier` (collective) all ranks leave together. Idempotent."""
@@ -294,7 +314,7 @@ class Runtime:
             self.closed = True
             for context in list(self._contexts):
                 context.words[control.IS_CLOSED] = 1
-            monitor.forget(self._pidfds)
+            self._stop_watching()
             self.hub.close()
             if self._pool is not None:
                 with self._exclusively():
@@ -319,6 +339,11 @@ class _PeerLost:
 def _again(error: EpcommError) -> EpcommError:
     """A new exception like `error`, so that each raise has its own traceback."""
     return copy.copy(error)
+
+
+def _count(context: Context) -> int:
+    """Operations begun in this generation."""
+    return int(context.words[control.SEQUENCE]) & ((1 << control.GENERATION_SHIFT) - 1)
 
 
 def _nothing() -> None:

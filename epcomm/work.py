@@ -62,8 +62,9 @@ class Work:
         self._function = _nothing  # lets go of the tensors it holds
         with self._lock:
             self._done.set()
-            if self._future is not None:
-                self._complete_future()
+            has_future = self._future is not None
+        if has_future:  # outside of the lock: its callbacks may ask for this future
+            self._complete_future()
 
     def _complete_future(self) -> None:
         assert self._future is not None
@@ -95,8 +96,8 @@ class Fifo:
 
     def call(self, function: Callable[[], Any], result: Any, async_op: bool) -> Any:
         """Runs `function` in its turn. Returns a `Work` if asynchronous, else the result."""
-        if not async_op and not self.pending:
-            function()
+        if not async_op and (not self.pending or threading.current_thread() is self._thread):
+            function()  # at once: nothing is before it, or it is called by a future's callback, on the worker
             return result
         work = Work(function, result)
         with self._lock:
@@ -112,8 +113,8 @@ class Fifo:
 
     def drain(self) -> None:
         """Returns once everything submitted so far has run."""
-        if self.pending:
-            Fifo.call(self, _nothing, None, True).wait()
+        if self.pending and threading.current_thread() is not self._thread:
+            self.call(_nothing, None, True).wait()
 
     def stop(self) -> None:
         """Ends the worker after what was submitted."""

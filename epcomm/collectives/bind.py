@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from epcomm.device.control import GENERATION_SHIFT
+from epcomm.device.cpu.compile import Kernel
 from epcomm.kernels.cpu.allreduce_one_shot import allreduce_one_shot
 from epcomm.kernels.cpu.allreduce_two_shot import allreduce_two_shot
 from epcomm.kernels.cpu.barrier import barrier
@@ -64,6 +65,10 @@ class Binder:
             self.bound.clear()
         self.bound[key] = operation
 
+    def _operation(self, kernel: Kernel, args: np.ndarray, text: str, table: np.ndarray | None = None) -> Operation:
+        """Binds a kernel; the operation keeps alive what its parameter block points to."""
+        return self.runtime.operation(kernel, args, text, keep=(self._state, self._sources, table))
+
     def _block(self) -> np.ndarray:
         args = parameter_block(protocol.NUM_WORDS)
         args[protocol.STATE] = self._state.ctypes.data
@@ -73,7 +78,7 @@ class Binder:
 
     def barrier(self, text: str) -> Operation:
         """A barrier in which all ranks must pass the same text."""
-        return self.runtime.operation(barrier.address, self._block(), text)
+        return self._operation(barrier, self._block(), text)
 
     def reduce(self, text: str, num_bytes: int, dtype: torch.dtype, op: str, algorithm: str, root: int) -> Operation:
         """Allreduce, or with `root` >= 0 a reduce to that rank."""
@@ -82,8 +87,10 @@ class Binder:
         args[protocol.ROOT] = root
         if algorithm == "auto":
             algorithm = "one_shot" if num_bytes <= protocol.ONE_SHOT_BYTES else "two_shot"
+        if num_bytes == 0:
+            algorithm = "one_shot"  # no chunk, no wait: in two shots ranks would not even meet
         kernel = {"one_shot": allreduce_one_shot, "two_shot": allreduce_two_shot}[algorithm]
-        return self.runtime.operation(kernel.address, args, text)
+        return self._operation(kernel, args, text)
 
     def exchange(
         self, text: str, table: list[list[int]], max_pair_bytes: int, *, shared: bool = False, reduce: int = 0
@@ -95,7 +102,7 @@ class Binder:
         args[protocol.MAX_PAIR_BYTES] = max_pair_bytes
         args[protocol.SHARED] = shared
         args[protocol.REDUCE] = reduce
-        return self.runtime.operation(exchange.address, args, text, keep=rows)
+        return self._operation(exchange, args, text, rows)
 
     def reduction_address(self, dtype: torch.dtype, op: str) -> int:
         return reduction(dtype, op).address

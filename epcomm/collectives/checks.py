@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
 
 from epcomm.errors import ConfigError, UnsupportedError
+from epcomm.runtime import LONGEST_TIMEOUT
 
 
 def is_plain(tensor: object) -> bool:
@@ -51,9 +53,15 @@ def check_out(where: str, out: torch.Tensor | None, shape: Sequence[int], like: 
 
 def check_rank(where: str, name: str, rank: int, size: int) -> int:
     """A rank of the communicator, or an error."""
-    if not isinstance(rank, int) or not 0 <= rank < size:
+    if not hasattr(rank, "__index__") or not 0 <= operator.index(rank) < size:
         raise ConfigError(f"{where}: argument `{name}`: wanted a rank from 0 to {size - 1}, got {rank!r}")
-    return rank
+    return operator.index(rank)
+
+
+def check_timeout(where: str, timeout: float | None) -> None:
+    """None, or a number of seconds."""
+    if timeout is not None and not (isinstance(timeout, (int, float)) and 0 < timeout <= LONGEST_TIMEOUT):
+        raise ConfigError(f"{where}: argument `timeout`: wanted seconds > 0, got {timeout!r}")
 
 
 def check_divisible(where: str, x: torch.Tensor, size: int) -> int:
@@ -66,7 +74,10 @@ def check_divisible(where: str, x: torch.Tensor, size: int) -> int:
 
 def check_splits(where: str, name: str, splits: Sequence[int], rows: int | None, size: int) -> list[int]:
     """`size` row counts >= 0 that sum to `rows` (if given), or an error."""
-    values = [int(value) for value in splits]
+    try:
+        values = [operator.index(value) for value in splits]
+    except TypeError:
+        raise ConfigError(f"{where}: argument `{name}`: wanted {size} integers, got {splits!r}") from None
     if len(values) != size or min(values, default=0) < 0 or (rows is not None and sum(values) != rows):
         total = "" if rows is None else f" that sum to {rows}"
         raise ConfigError(f"{where}: argument `{name}`: wanted {size} counts >= 0{total}, got {values}")

@@ -21,6 +21,7 @@ from epcomm.collectives.checks import (
     check_rank,
     check_splits,
     check_tensor,
+    check_timeout,
     is_plain,
 )
 from epcomm.errors import ConfigError, UnsupportedError
@@ -68,6 +69,8 @@ class Collectives:
             self.runtime.run(operation, *values)
             return result
 
+        check_timeout(f"rank {self.runtime.rank}: {operation.text}", timeout)
+
         def run(keep: Any = keep) -> None:
             if timeout is None:
                 self.runtime.run(operation, *values)
@@ -102,6 +105,8 @@ class Collectives:
                   timeout: float | None) -> Any:  # fmt: skip
         if not is_plain(x):
             x = check_tensor(self._where("allreduce"), "x", x).contiguous()
+        if not isinstance(op, str):
+            self._check_op(self._where("allreduce"), x.dtype, op)
         operation = self._binder.bound.get((x.shape, x.dtype, op, algorithm))
         if operation is None:
             operation = self._bind_reduce("allreduce", x, op, algorithm, -1)
@@ -149,8 +154,11 @@ class Collectives:
 
     def _move(self, key: Any, bind: Callable[[], Operation], x: torch.Tensor, result: torch.Tensor | None,
               async_op: bool, timeout: float | None) -> Any:  # fmt: skip
-        """Runs an exchange from x to result (None: nothing is received here)."""
-        operation = self._binder.cached(key, bind)
+        """Runs an exchange, bound under `key`, from x to result (None: nothing is received here)."""
+        return self._run_move(self._binder.cached(key, bind), x, result, async_op, timeout)
+
+    def _run_move(self, operation: Operation, x: torch.Tensor, result: torch.Tensor | None,
+                  async_op: bool, timeout: float | None) -> Any:  # fmt: skip
         streaming = result is not None and _num_bytes(result) > STREAMING_BYTES
         values = (x.data_ptr(), 0 if result is None else result.data_ptr(), 0, streaming)
         return self._call(operation, values, (x, result), result, async_op, timeout)
@@ -277,10 +285,8 @@ class Collectives:
         counts = [[n * row for n in splits] for splits in (sends, receives)]
         send_offsets, receive_offsets = ([0, *itertools.accumulate(count)][:size] for count in counts)
 
-        def bind() -> Operation:
-            text = f"alltoallv(row={x.dtype} {tuple(x.shape[1:])})"
-            table = [send_offsets, counts[0], receive_offsets, counts[1]]
-            return self._binder.exchange(text, table, int(matrix.max()) * row)
-
-        key = ("alltoallv", tuple(sends), tuple(receives), int(matrix.max()), x.shape[1:], x.dtype)
-        return self._move(key, bind, x.contiguous(), result, async_op, timeout)
+        # bound anew for each call: splits hardly ever come again, and would push out what does
+        table = [send_offsets, counts[0], receive_offsets, counts[1]]
+        text, max_pair_bytes = f"alltoallv(row={x.dtype} {tuple(x.shape[1:])})", int(matrix.max()) * row
+        operation = self._binder.exchange(text, table, max_pair_bytes)
+        return self._run_move(operation, x.contiguous(), result, async_op, timeout)

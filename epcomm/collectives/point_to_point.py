@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from epcomm.collectives.checks import check_out, check_rank, check_tensor
+from epcomm.collectives.checks import check_out, check_rank, check_tensor, check_timeout
 from epcomm.device import control
 from epcomm.errors import ConfigError, UnsupportedError
 from epcomm.kernels.cpu.point_to_point import recv, send
@@ -50,7 +50,7 @@ class PointToPoint:
             args[protocol.INBOX] = self._regions.inbox + sender * self._regions.inbox_bytes
             args[protocol.COUNT] = self._runtime.generation << control.GENERATION_SHIFT
             kernel = send if kind == "send" else recv
-            operation = Operation(kernel.address, args, kind)
+            operation = Operation(kernel, args, kind)
             context = self._runtime.new_context(sequenced=False)
             channel = _Channel(operation, context, Fifo(f"epcomm-{kind}-{peer}"))
             self._channels[kind, peer] = channel
@@ -62,6 +62,7 @@ class PointToPoint:
         where, name = f"rank {self._runtime.rank}: {kind}", "x" if kind == "send" else "out"
         try:
             data = check_tensor(where, name, tensor)
+            check_timeout(where, timeout)
             check_rank(where, "dst" if kind == "send" else "src", peer, self._runtime.size)
             if peer == self._runtime.rank:
                 raise UnsupportedError(f"{where}: a rank can't {kind} to or from itself; copy the tensor")

@@ -35,7 +35,7 @@ CONTEXT_WORDS = PEERS
 
 # ---- control region (byte offsets). One word per 128 bytes: adjacent lines are fetched together.
 LINE = 128
-ABORT_WORD = 0  # generation << 32 | reason << 16 | rank that caused it
+ABORT_WORD = 0  # generation << GENERATION_SHIFT | reason << 16 | rank that caused it
 MESSAGE = 512  # length (64 bits), then UTF-8: what this rank's own failure says
 MESSAGE_BYTES = 4096 - MESSAGE
 TEXTS = 4096  # ring of (fingerprint, length, UTF-8): the readable text of this rank's recent operations
@@ -45,7 +45,7 @@ HEADERS = TEXTS + TEXT_BYTES * NUM_TEXTS  # per peer, written by it: what it is 
 HEADER_RING = 8  # entries of (sequence, fingerprint) per peer; ranks run ahead by at most two operations
 HEADER_BYTES = 16 * HEADER_RING
 
-GENERATION_SHIFT = 32  # sequence numbers and epochs are generation << 32 | count, so that a reset outdates all words
+GENERATION_SHIFT = 40  # sequence numbers and epochs are generation << 40 | count, so that a reset outdates all words
 
 # ---- reasons in the abort word
 PEER_FAILED, PEER_LOST, PEER_MISMATCH, LOCAL_ABORT = 1, 2, 3, 4

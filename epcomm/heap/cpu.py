@@ -77,14 +77,17 @@ class SymmetricSegment:
             descriptors = allgather(descriptor)
         finally:
             os.close(descriptor)
-        self.mappings = []
-        for peer, peer_descriptor in enumerate(descriptors):
-            mapping = self.own if peer == rank else Mapping(peer_descriptor, num_bytes)
-            os.close(peer_descriptor)
-            self.mappings.append(mapping)
-            if peer != rank:
-                for offset, length in prefault:
-                    mapping.prefault(offset, length)
+        try:
+            self.mappings = [
+                self.own if peer == rank else Mapping(peer_descriptor, num_bytes)
+                for peer, peer_descriptor in enumerate(descriptors)
+            ]
+        finally:
+            for peer_descriptor in descriptors:
+                os.close(peer_descriptor)
+        for mapping in self.mappings:
+            for offset, length in prefault:
+                mapping.prefault(offset, length)
         self.bases = np.array([mapping.address for mapping in self.mappings], dtype=np.int64)
 
     @property

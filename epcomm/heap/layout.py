@@ -23,6 +23,3 @@ class Layout:
         self.regions[name] = (offset, num_bytes)
         self.size = offset + num_bytes
         return offset
-
-    def __getitem__(self, name: str) -> int:
-        return self.regions[name][0]

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from epcomm.device.control import LINE
+from epcomm.device.cpu.compile import Kernel
 from epcomm.heap.layout import align_up
 from epcomm.kernels.cpu.combine import combine
 from epcomm.kernels.cpu.counts import exchange_counts
@@ -39,11 +40,11 @@ class Binder:
     def __init__(self, runtime: Runtime, memory: Memory, config: Config, name: str):
         self._runtime, self._memory, self._config, self._name = runtime, memory, config, name
         self._operations: dict[str, Operation] = {}
-        self.route = self._operation(route.address, f"route({name})")
+        self.route = self._operation(route, f"route({name})")
         self.route_context = runtime.new_context(sequenced=False)  # it meets no peer
-        self.exchange_counts = self._operation(exchange_counts.address, f"exchange of counts of route({name})")
+        self.exchange_counts = self._operation(exchange_counts, f"exchange of counts of route({name})")
 
-    def _operation(self, kernel: int, text: str) -> Operation:
+    def _operation(self, kernel: Kernel, text: str) -> Operation:
         operation = self._operations.get(text)
         if operation is None:
             args = parameter_block(protocol.NUM_WORDS)
@@ -73,7 +74,7 @@ class Binder:
             f"dispatch({self._name}, x=[{_describe(x)}], topk={topk}, {index_dtype}, "
             f"topk_weights={'given' if has_weights else None})"
         )
-        return self._bind(self._operation(dispatch.address, text), x, self._memory.regions.rows)[0]
+        return self._bind(self._operation(dispatch, text), x, self._memory.regions.rows)[0]
 
     def combine(
         self, y: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], topk: int, has_weights: bool, reduce: bool
@@ -83,12 +84,14 @@ class Binder:
             f"combine({self._name}, y=[{_describe(y)}], topk={topk}, "
             f"topk_weights={'given' if has_weights else None}, reduce={reduce})"
         )
-        operation = self._operation(combine.address, text)
+        operation = self._operation(combine, text)
         operation.args[protocol.REDUCE] = reduce
         bound, records = self._bind(operation, y, 0)
         for record, tensor, out in zip(records, y, outs, strict=True):
             record[protocol.T_ROW_SUM] = row_sum(tensor.dtype, out.dtype).address
-            record[protocol.T_OUT_STRIDE] = out.stride(-2) * out.element_size()
+            # torch's strides may be anything where the extent is 1: that of contiguous slots is not taken from it
+            stride = out.stride(0) if reduce else out.shape[-1]
+            record[protocol.T_OUT_STRIDE] = stride * out.element_size()
         return bound
 
 

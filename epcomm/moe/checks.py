@@ -59,6 +59,7 @@ def check_rows(
         or tensor.dim() == 0
         or tensor.shape[-1] < 1
         or tensor.device.type != "cpu"
+        or tensor.layout != torch.strided
         or (dtypes is not None and tensor.dtype not in dtypes)
     ):
         shape = ", ".join([*map(str, leading), "hidden"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,12 +15,14 @@ from epcomm.kernels.protocol import expert_parallel as protocol
 LAYOUTS = {"contiguous": protocol.CONTIGUOUS, "padded": protocol.PADDED, "flat": protocol.FLAT}
 _DEFAULT_LAYOUT = {"throughput": "contiguous", "latency": "padded"}
 _MAX_BLOCKS = protocol.PAYLOAD_MASK
+_MOST_ROWS = 1 << 31  # rows are numbered in 32 bits; byte offsets have 64
 
 
 @dataclass(frozen=True)
 class Config:
     """What all ranks must agree on. `owner[e]` is the rank of expert e."""
 
+    size: int
     num_experts: int
     topk: int
     hidden: int
@@ -35,7 +38,7 @@ class Config:
     @property
     def text(self) -> str:
         """Names every value that must agree."""
-        placement = "" if self.owner == _even(self.num_experts, max(self.owner) + 1) else f", placement={self.owner}"
+        placement = "" if self.owner == _even(self.num_experts, self.size) else f", placement={self.owner}"
         return (
             f"expert_parallel(num_experts={self.num_experts}, topk={self.topk}, hidden={self.hidden}, "
             f"max_tokens={self.max_tokens}, dtype={self.dtype}, mode={self.mode}, layout={self.layout}, "
@@ -46,28 +49,41 @@ class Config:
         """Global ids of a rank's experts, by local number."""
         return [expert for expert, owner in enumerate(self.owner) if owner == rank]
 
-    def capacity(self, size: int) -> int:
+    @property
+    def capacity(self) -> int:
         """Rows of a receive block: the worst case, or `max_recv_rows`."""
-        most_local = max(len(self.experts_of(rank)) for rank in range(size))
+        most_local = max(len(self.experts_of(rank)) for rank in range(self.size))
         if self.layout == "padded":
-            return most_local * size * self.max_tokens
+            return most_local * self.size * self.max_tokens
         if self.max_recv_rows is not None:
             return self.max_recv_rows
         if self.layout == "flat":
-            return size * self.max_tokens
-        return size * self.max_tokens * min(self.topk, most_local) + most_local * (self.alignment - 1)
+            return self.size * self.max_tokens
+        return self.size * self.max_tokens * min(self.topk, most_local) + most_local * (self.alignment - 1)
 
-    def balanced_rows(self, size: int) -> int:
+    @property
+    def balanced_rows(self) -> int:
         """Rows of a receive block under an even load."""
         tokens = self.max_tokens
-        rows = tokens * min(size, self.topk) if self.layout == "flat" else tokens * self.topk
-        return min(rows, self.capacity(size))
+        rows = tokens * min(self.size, self.topk) if self.layout == "flat" else tokens * self.topk
+        return min(rows, self.capacity)
 
 
 def _even(num_experts: int, size: int) -> tuple[int, ...]:
     """Contiguous blocks whose sizes differ by at most 1, the larger ones first."""
     each, more = divmod(num_experts, size)
     return tuple(rank for rank in range(size) for _ in range(each + (rank < more)))
+
+
+def _integer(where: str, name: str, value: Any, least: int) -> int:
+    """An integer of any type, numpy's included, that is >= `least`."""
+    try:
+        integer = operator.index(value)
+    except TypeError:
+        integer = least - 1
+    if integer < least:
+        raise ConfigError(f"{where}: argument `{name}`: wanted an integer >= {least}, got {value!r}")
+    return integer
 
 
 def make_config(
@@ -87,17 +103,14 @@ def make_config(
     blocks: int,
 ) -> Config:
     """Validates; raises `ConfigError` naming argument, wanted and got."""
-    for name, value, least in (
-        ("num_experts", num_experts, 1),
-        ("topk", topk, 1),
-        ("hidden", hidden, 1),
-        ("max_tokens", max_tokens, 0),
-        ("alignment", alignment, 1),
-        ("blocks", blocks, 1),
-        ("max_recv_rows", 1 if max_recv_rows is None else max_recv_rows, 1),
-    ):
-        if not isinstance(value, int) or value < least:
-            raise ConfigError(f"{where}: argument `{name}`: wanted an integer >= {least}, got {value!r}")
+    num_experts = _integer(where, "num_experts", num_experts, 1)
+    topk = _integer(where, "topk", topk, 1)
+    hidden = _integer(where, "hidden", hidden, 1)
+    max_tokens = _integer(where, "max_tokens", max_tokens, 0)
+    alignment = _integer(where, "alignment", alignment, 1)
+    blocks = _integer(where, "blocks", blocks, 1)
+    if max_recv_rows is not None:
+        max_recv_rows = _integer(where, "max_recv_rows", max_recv_rows, 1)
     if topk > num_experts:
         raise ConfigError(f"{where}: argument `topk`: wanted at most num_experts={num_experts}, got {topk}")
     if blocks > _MAX_BLOCKS:
@@ -122,6 +135,12 @@ def make_config(
             raise ConfigError(
                 f"{where}: argument `placement`: wanted {num_experts} ranks from 0 to {size - 1}, got {list(owner)}"
             )
-    return Config(
-        num_experts, topk, hidden, max_tokens, dtype, mode, layout, alignment, owner, max_recv_rows, blocks
+    config = Config(
+        size, num_experts, topk, hidden, max_tokens, dtype, mode, layout, alignment, owner, max_recv_rows, blocks
     )
+    if config.capacity >= _MOST_ROWS:
+        raise ConfigError(
+            f"{where}: argument `max_tokens`: wanted fewer than {_MOST_ROWS} rows per receive block, got "
+            f"{config.capacity}; a smaller max_recv_rows bounds them in the contiguous and flat layouts"
+        )
+    return config

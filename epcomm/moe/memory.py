@@ -29,7 +29,7 @@ class Memory:
     def __init__(self, runtime: Runtime, config: Config):
         size, layout_code = runtime.size, LAYOUTS[config.layout]
         row_bytes = config.hidden * config.dtype.itemsize
-        self.capacity = config.capacity(size)
+        self.capacity = config.capacity
         self.row_limit = config.max_recv_rows or self.capacity
         self.regions = protocol.block_regions(layout_code, self.capacity, config.topk, row_bytes)
         output_bytes = protocol.rows_bytes(self.capacity, row_bytes)
@@ -39,7 +39,7 @@ class Memory:
         blocks = layout.add("receive blocks", config.blocks * self.regions.size)
         outputs = layout.add("output blocks", config.blocks * output_bytes)
         self.layout = layout
-        balanced = config.balanced_rows(size) * row_bytes
+        balanced = config.balanced_rows * row_bytes
         prefault = [(0, blocks)]
         if layout_code != protocol.PADDED:  # which rows of a padded block are used depends on the routing
             for i in range(min(config.blocks, _PREFAULTED_BLOCKS)):

@@ -50,7 +50,8 @@ class Received:
     def output_buffer(self) -> Any:
         """Memory like `x` that `combine` reads in place: an expert kernel that writes there saves a copy.
 
-        If all output blocks are in use it is ordinary memory, which combine stages.
+        From combine on the peers read it: write there again only after the next dispatch has returned. If all output
+        blocks are in use (or not yet read by all peers) it is ordinary memory, which combine stages.
         """
         shape = self._rows_shape()
         buffer = self.ep.take_output()

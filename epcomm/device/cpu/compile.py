@@ -7,6 +7,7 @@ compiler, and the CPU. A lock file per kernel lets one process compile while the
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import hashlib
@@ -43,15 +44,22 @@ def cache_directory() -> Path:
             digest.update(path.read_bytes())
     cpu = llvm.get_host_cpu_name() + llvm.get_host_cpu_features().flatten()
     digest.update(repr((numba.__version__, llvmlite.__version__, numpy.__version__, cpu)).encode())
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    for base in (root, Path(tempfile.gettempdir()) / f"epcomm-cache-{os.getuid()}"):
-        path = base / "epcomm" / digest.hexdigest()[:20]
-        try:
+    candidates = [Path(tempfile.gettempdir()) / f"epcomm-cache-{os.getuid()}"]
+    with contextlib.suppress(RuntimeError):  # no home directory
+        candidates.insert(0, Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "epcomm")
+    for base in candidates:
+        path = base / digest.hexdigest()[:20]
+        with contextlib.suppress(OSError):
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            return path
-        except OSError:
-            continue
-    raise OSError(f"no writable directory for compiled kernels under {root} or {tempfile.gettempdir()}")
+            if _is_private(base) and os.access(path, os.W_OK):
+                return path
+    raise OSError(f"no private, writable directory for compiled kernels: tried {', '.join(map(str, candidates))}")
+
+
+def _is_private(directory: Path) -> bool:
+    """True if no other user could have put machine code there."""
+    status = directory.stat()
+    return status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
 class _Locator:
@@ -102,9 +110,9 @@ def _compile_once(name: str, compile_function: Callable[[], Any]) -> Any:
 class Kernel:
     """A function compiled to a C function pointer when its `address` is first asked for."""
 
-    def __init__(self, function: Callable[..., Any], name: str, signature: Any):
+    def __init__(self, function: Callable[..., Any], name: str, signature: Any, is_single: bool):
         function.__qualname__ = name  # Numba names machine code by it: two of a factory's closures must not share it
-        self.function, self.name, self.signature = function, name, signature
+        self.function, self.name, self.signature, self.is_single = function, name, signature, is_single
 
     @functools.cached_property
     def _compiled(self) -> Any:
@@ -123,9 +131,11 @@ class Kernel:
         return self._compiled.address
 
 
-def kernel(name: str, signature: Any = KERNEL_SIGNATURE) -> Callable[[Callable[..., Any]], Kernel]:
-    """Declares a kernel. `name` must tell apart everything a factory varies."""
-    return lambda function: Kernel(function, name, signature)
+def kernel(
+    name: str, signature: Any = KERNEL_SIGNATURE, *, is_single: bool = False
+) -> Callable[[Callable[..., Any]], Kernel]:
+    """Declares a kernel. `name` must tell apart everything a factory varies; `is_single`: it is run as one program."""
+    return lambda function: Kernel(function, name, signature, is_single)
 
 
 def host_function(name: str, signature: Any) -> Callable[[Callable[..., Any]], Callable[[], Any]]:

@@ -21,12 +21,6 @@ def _caller(num_arguments: int) -> Any:
 
 
 @intrinsic
-def call4(typingctx, address, a, b, c, d):
-    """Calls ``int64 (int64 a, b, c, d)``."""
-    return types.int64(*[types.int64] * 5), _caller(4)
-
-
-@intrinsic
 def call5(typingctx, address, a, b, c, d, e):
     """Calls ``int64 (int64 a, b, c, d, e)``."""
     return types.int64(*[types.int64] * 6), _caller(5)

@@ -18,6 +18,7 @@ from epcomm.device import control
 from epcomm.device.cpu.compile import KERNEL_SIGNATURE, device, host_function
 from epcomm.device.cpu.memory import (
     I64,
+    compare_exchange,
     copy_bytes,
     exchange,
     fetch_add,
@@ -45,6 +46,8 @@ _POLLS_BEFORE_SLEEP = 3000
 
 #: words of an operation's parameter block that `run` fills in for each call; what they mean is the kernel's protocol
 CALL_WORDS = 6
+#: the word behind them: 1 if only program 0 has anything to do, so that the pool can sleep on
+IS_SINGLE = CALL_WORDS
 
 
 @intrinsic
@@ -60,7 +63,7 @@ def call_kernel(typingctx, address, ctx, args, program, num_programs):
 
 @device
 def _run_on_pool(pool, kernel, ctx, args):
-    """All programs of one launch; returns the first status that isn't OK."""
+    """All programs of one launch; returns the status that stopped one of them, OK if none was stopped."""
     num_threads = word(pool, _NUM_THREADS)
     set_word(pool, _PROGRAM, kernel)
     set_word(pool, _CTX, ctx)
@@ -70,6 +73,7 @@ def _run_on_pool(pool, kernel, ctx, args):
     exchange(pool + 8 * _LAUNCH, word(pool, _LAUNCH) + 1)  # RAW: the threads see the words above
     _wake(pool)
     status = call_kernel(kernel, ctx, args, 0, num_threads + 1)
+    _stop_the_others(ctx, status)
     polls = 0
     while load_acquire(pool + 8 * _DONE) < num_threads:  # bounded: every wait inside of a program is
         polls += 1
@@ -77,7 +81,18 @@ def _run_on_pool(pool, kernel, ctx, args):
             pause()
         else:
             yield_core()
-    return status if status != control.OK else word(pool, _STATUS)
+    other = word(pool, _STATUS)
+    return other if status == control.OK or (status == control.ABORTED and other != control.OK) else status
+
+
+@device
+def _stop_the_others(ctx, status):
+    """Lets this rank's other programs leave their waits when one was stopped: SIGINT, say, reaches only program 0."""
+    if status != control.OK and status != control.CAPACITY and status != control.BAD_VALUE:
+        me = word(ctx, control.RANK)
+        own = word(ctx, control.PEERS + me) + control.ABORT_WORD
+        generation = word(ctx, control.GENERATION) << control.GENERATION_SHIFT
+        raise_abort(own, generation | control.LOCAL_ABORT << 16 | me)
 
 
 @device
@@ -112,8 +127,11 @@ def _pool_thread(pool, index):
         status = call_kernel(
             word(pool, _PROGRAM), word(pool, _CTX), word(pool, _ARGS), index + 1, word(pool, _NUM_THREADS) + 1
         )
-        if status != control.OK:
+        if status == control.ABORTED:
+            compare_exchange(pool + 8 * _STATUS, control.OK, status)  # what stopped another one says more
+        elif status != control.OK:
             store_release(pool + 8 * _STATUS, status)
+        _stop_the_others(word(pool, _CTX), status)
         fetch_add(pool + 8 * _DONE, 1)
 
 
@@ -173,7 +191,7 @@ def _run(ctx, kernel, args, fingerprint):
         set_word(ctx, control.SEQUENCE, word(ctx, control.SEQUENCE) + 1)
         push_header(ctx)
     pool = word(ctx, control.POOL)
-    if pool == 0:
+    if pool == 0 or word(args, IS_SINGLE):
         return call_kernel(kernel, ctx, args, 0, 1)
     return _run_on_pool(pool, kernel, ctx, args)
 

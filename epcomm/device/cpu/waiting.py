@@ -197,7 +197,9 @@ def _other_fingerprint(ctx, rank):
 
 @device
 def stopped(ctx, status, rank, site, wanted, found):
-    """Records why a program stops; returns the status."""
+    """Records why a program stops; returns the status. (Where it was aborted doesn't matter: something else did it.)"""
+    if status == control.ABORTED:
+        return status
     set_word(ctx, control.FAILED_PEER, rank)
     set_word(ctx, control.FAILED_SITE, site)
     set_word(ctx, control.FAILED_WANTED, wanted)

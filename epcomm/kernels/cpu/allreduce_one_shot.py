@@ -21,10 +21,8 @@ from epcomm.kernels.protocol import collectives as protocol
 from epcomm.kernels.protocol import sites
 
 
-@kernel("allreduce_one_shot")
+@kernel("allreduce_one_shot", is_single=True)
 def allreduce_one_shot(ctx, args, program, num_programs):
-    if program != 0:
-        return control.OK
     state, sources = word(args, protocol.STATE), word(args, protocol.SOURCES)
     x, out, num_bytes = word(args, protocol.X), word(args, protocol.OUT), word(args, protocol.NUM_BYTES)
     me, size, root = word(ctx, control.RANK), word(ctx, control.SIZE), word(args, protocol.ROOT)

@@ -14,10 +14,8 @@ from epcomm.kernels.protocol import collectives as protocol
 from epcomm.kernels.protocol import sites
 
 
-@kernel("barrier")
+@kernel("barrier", is_single=True)
 def barrier(ctx, args, program, num_programs):
-    if program != 0:
-        return control.OK
     state = word(args, protocol.STATE)
     me, size, region = word(ctx, control.RANK), word(ctx, control.SIZE), word(state, protocol.BARRIER)
     epoch = word(state, protocol.BARRIER_EPOCH) + 1

@@ -84,10 +84,8 @@ def place_rows(ctx, state, routing, epoch):
     return control.OK
 
 
-@kernel("exchange_counts")
+@kernel("exchange_counts", is_single=True)
 def exchange_counts(ctx, args, program, num_programs):
-    if program != 0:
-        return control.OK
     routing, state = word(args, protocol.ROUTING), word(args, protocol.STATE)
     me, size = word(ctx, control.RANK), word(ctx, control.SIZE)
     epoch = word(state, protocol.COUNT_EPOCH) + 1

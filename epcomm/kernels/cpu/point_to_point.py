@@ -5,7 +5,7 @@ dtype and tag), so a receive that expects another message stops instead of takin
 
 Edges
   RAW  SENT: the piece and its header are in the slot.
-  WAR  TAKEN: the receiver has copied out what was in the slot CHANNEL_SLOTS pieces ago.
+  WAR  TAKEN: the receiver has copied out what was in the slot INBOX_NUM_SLOTS pieces ago.
 """
 
 from __future__ import annotations
@@ -21,49 +21,45 @@ from epcomm.kernels.protocol import sites
 @device
 def _num_pieces(num_bytes):
     """At least one, so that an empty message is still received."""
-    return max(1, (num_bytes + protocol.CHANNEL_SLOT_BYTES - 1) // protocol.CHANNEL_SLOT_BYTES)
+    return max(1, (num_bytes + protocol.PIECE_BYTES - 1) // protocol.PIECE_BYTES)
 
 
-@kernel("send")
+@kernel("send", is_single=True)
 def send(ctx, args, program, num_programs):
-    if program != 0:
-        return control.OK
     x, num_bytes, rank = word(args, protocol.X), word(args, protocol.NUM_BYTES), word(args, protocol.PEER)
     inbox = peer(ctx, rank) + word(args, protocol.INBOX)
     first_of_generation = word(ctx, control.GENERATION) << control.GENERATION_SHIFT
     for piece in range(_num_pieces(num_bytes)):
         count = word(args, protocol.COUNT)
-        reused = count + 1 - protocol.CHANNEL_SLOTS
+        reused = count + 1 - protocol.INBOX_NUM_SLOTS
         if reused > first_of_generation:
-            status = wait(ctx, inbox + protocol.INBOX_TAKEN, reused, rank, sites.CHANNEL_TAKEN)  # WAR
+            status = wait(ctx, inbox + protocol.INBOX_TAKEN, reused, rank, sites.MESSAGE_TAKEN)  # WAR
             if status != control.OK:
                 return status
-        slot = inbox + protocol.INBOX_SLOTS + count % protocol.CHANNEL_SLOTS * protocol.SLOT_BYTES
-        start = piece * protocol.CHANNEL_SLOT_BYTES
+        slot = inbox + protocol.INBOX_SLOTS + count % protocol.INBOX_NUM_SLOTS * protocol.INBOX_SLOT_BYTES
+        start = piece * protocol.PIECE_BYTES
         store64(slot, word(args, protocol.MESSAGE))
-        copy(slot + control.LINE, x + start, min(protocol.CHANNEL_SLOT_BYTES, num_bytes - start))
+        copy(slot + control.LINE, x + start, min(protocol.PIECE_BYTES, num_bytes - start))
         set_word(args, protocol.COUNT, count + 1)
         signal(inbox + protocol.INBOX_SENT, count + 1)
     return control.OK
 
 
-@kernel("recv")
+@kernel("recv", is_single=True)
 def recv(ctx, args, program, num_programs):
-    if program != 0:
-        return control.OK
     out, num_bytes, rank = word(args, protocol.OUT), word(args, protocol.NUM_BYTES), word(args, protocol.PEER)
     inbox = peer(ctx, word(ctx, control.RANK)) + word(args, protocol.INBOX)
     for piece in range(_num_pieces(num_bytes)):
         count = word(args, protocol.COUNT)
-        status = wait(ctx, inbox + protocol.INBOX_SENT, count + 1, rank, sites.CHANNEL_SENT)  # RAW
+        status = wait(ctx, inbox + protocol.INBOX_SENT, count + 1, rank, sites.MESSAGE_SENT)  # RAW
         if status != control.OK:
             return status
-        slot = inbox + protocol.INBOX_SLOTS + count % protocol.CHANNEL_SLOTS * protocol.SLOT_BYTES
+        slot = inbox + protocol.INBOX_SLOTS + count % protocol.INBOX_NUM_SLOTS * protocol.INBOX_SLOT_BYTES
         found = load64(slot)
         if found != word(args, protocol.MESSAGE):
-            return stopped(ctx, control.MISMATCH, rank, sites.CHANNEL_SENT, word(args, protocol.MESSAGE), found)
-        start = piece * protocol.CHANNEL_SLOT_BYTES
-        copy(out + start, slot + control.LINE, min(protocol.CHANNEL_SLOT_BYTES, num_bytes - start))
+            return stopped(ctx, control.MISMATCH, rank, sites.MESSAGE_SENT, word(args, protocol.MESSAGE), found)
+        start = piece * protocol.PIECE_BYTES
+        copy(out + start, slot + control.LINE, min(protocol.PIECE_BYTES, num_bytes - start))
         set_word(args, protocol.COUNT, count + 1)
         signal(inbox + protocol.INBOX_TAKEN, count + 1)
     return control.OK

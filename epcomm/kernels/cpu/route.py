@@ -12,11 +12,9 @@ from epcomm.device.cpu.memory import load32, load64, set_word, store32, word
 from epcomm.kernels.protocol import expert_parallel as protocol
 
 
-@kernel("route")
+@kernel("route", is_single=True)
 def route(ctx, args, program, num_programs):
     """Returns BAD_VALUE, with the slot in BAD_SLOT, for an index < -1 or >= num_experts."""
-    if program != 0:
-        return control.OK
     routing, state, index = word(args, protocol.ROUTING), word(args, protocol.STATE), word(args, protocol.INDEX)
     size, num_experts, owner = word(ctx, control.SIZE), word(state, protocol.NUM_EXPERTS), word(state, protocol.OWNER)
     num_tokens, topk = word(routing, protocol.NUM_TOKENS), word(routing, protocol.TOPK)

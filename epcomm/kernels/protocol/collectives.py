@@ -16,18 +16,18 @@ ONE_SHOT_BYTES = 32 << 10  # larger messages go in two shots, where they cost le
 TINY_BYTES = LINE - 8  # these share a line with their flag
 CHUNK_BYTES = 512 << 10  # a chunk of every rank stays in cache: 32-128 KiB were measured 10-40 % slower
 NUM_SLOTS = 4
-CHANNEL_SLOT_BYTES = 64 << 10  # point to point
-CHANNEL_SLOTS = 4
+PIECE_BYTES = 64 << 10  # of a point-to-point message
+INBOX_NUM_SLOTS = 4
 
-# ---- parameter block: words that every call sets, then those that binding sets
+# ---- parameter block: words that every call sets, then (from 7) those that binding sets
 X, OUT, NUM_BYTES = range(3)
 STREAMING = 3
-STATE, REDUCE, SOURCES = 6, 7, 8  # addresses: state block, reduction, an array of [channels, size] addresses
-ROOT = 9  # the rank that gets the result, or -1: all do
-TABLE = 10  # exchange: address of [4, size] words, see below
-SHARED = 11  # exchange: 1 if every receiver reads the same staged bytes
-MAX_PAIR_BYTES = 12  # exchange: the most that any rank sends to any other; the same on all ranks
-NUM_WORDS = 13
+STATE, REDUCE, SOURCES = 7, 8, 9  # addresses: state block, reduction, an array of [channels, size] addresses
+ROOT = 10  # the rank that gets the result, or -1: all do
+TABLE = 11  # exchange: address of [4, size] words, see below
+SHARED = 12  # exchange: 1 if every receiver reads the same staged bytes
+MAX_PAIR_BYTES = 13  # exchange: the most that any rank sends to any other; the same on all ranks
+NUM_WORDS = 14
 # rows of an exchange's table: byte offsets in x and out, and byte counts, by peer
 SEND_OFFSET, SEND_BYTES, RECEIVE_OFFSET, RECEIVE_BYTES = range(4)
 
@@ -47,10 +47,10 @@ BARRIER_EPOCH, ONE_SHOT_EPOCH = 9, 10
 CHUNKS = 16  # per channel: chunks that went through the two-shot ring, and through the exchange ring
 
 # ---- point to point: a sender's inbox at the receiver is two word lines, then slots of a header line and bytes
-PEER, INBOX, MESSAGE = 6, 7, 8  # of the parameter block: the peer, the inbox's offset, the message's fingerprint
-COUNT = 9  # slots that went through the inbox so far
+PEER, INBOX, MESSAGE = 7, 8, 9  # of the parameter block: the peer, the inbox's offset, the message's fingerprint
+COUNT = 10  # slots that went through the inbox so far
 INBOX_SENT, INBOX_TAKEN, INBOX_SLOTS = 0, LINE, 2 * LINE
-SLOT_BYTES = LINE + CHANNEL_SLOT_BYTES
+INBOX_SLOT_BYTES = LINE + PIECE_BYTES
 
 # ---- words of a collective channel, one line each, raised by their owner and read by all peers
 STAGED, REDUCED, SENT, TAKEN = range(4)
@@ -78,7 +78,7 @@ def collective_regions(size: int, num_channels: int) -> CollectiveRegions:
     """The layout for a communicator of `size` ranks. Pages are taken when first used."""
     layout = Layout()
     layout.add("control", control_region_bytes(size))
-    inbox_bytes = INBOX_SLOTS + CHANNEL_SLOTS * SLOT_BYTES
+    inbox_bytes = INBOX_SLOTS + INBOX_NUM_SLOTS * INBOX_SLOT_BYTES
     return CollectiveRegions(
         barrier=layout.add("barrier", size * LINE),
         tiny=layout.add("tiny", 2 * LINE, LINE),

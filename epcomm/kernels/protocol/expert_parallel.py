@@ -61,15 +61,15 @@ BAD_SLOT = 12  # first index out of range
 ROUTING_WORDS = 13
 
 # ---- parameter block
-STATE = 6
-LATENCY = 7  # dispatch: exchange counts with the grants
+STATE = 7
+LATENCY = 11  # dispatch: exchange counts with the grants
 NUM_TENSORS = 8
 ROW_BYTES_TOTAL = 9
 ROUTING, TENSORS, WEIGHTS, BLOCK = 0, 1, 2, 3  # call words: addresses, and the block this rank grants or outputs in
 INDEX = 1  # route: address of topk_idx
 STAGE_AFTER = 4  # combine: copy y into the block once this epoch's combine was read by all; -1: y is in the block
 REDUCE = 10  # combine: 1 sums a token's rows, 0 writes one row per slot
-NUM_WORDS = 11
+NUM_WORDS = 12
 
 # ---- tensors table: one record per tensor of x (dispatch) or y (combine)
 T_ADDRESS, T_STRIDE, T_ROW_BYTES, T_OFFSET = 0, 1, 2, 3  # bytes; offset of its rows in a block
@@ -105,8 +105,3 @@ def block_regions(layout: int, capacity: int, topk: int, row_bytes: int) -> Bloc
 def rows_bytes(capacity: int, row_bytes: int) -> int:
     """Bytes of `capacity` rows that several tensors share, each aligned to a line."""
     return align_up(capacity * row_bytes + MAX_TENSORS * LINE, PAGE)
-
-
-def word_offset(kind: int, source: int, size: int) -> int:
-    """Byte offset of a signal word in the handle's segment."""
-    return (kind * size + source) * LINE

@@ -9,10 +9,10 @@ BARRIER = 1
 ONE_SHOT_STAGED = 2
 TWO_SHOT_STAGED, TWO_SHOT_REDUCED = 3, 4
 EXCHANGE_SENT, EXCHANGE_TAKEN = 5, 6
-CHANNEL_SENT, CHANNEL_TAKEN = 8, 9
-ROUTE_COUNTS = 10
-DISPATCH_GRANT, DISPATCH_ROWS, DISPATCH_READ = 11, 12, 13
-COMBINE_READ, COMBINE_READY = 14, 15
+MESSAGE_SENT, MESSAGE_TAKEN = 7, 8
+ROUTE_COUNTS = 9
+DISPATCH_GRANT, DISPATCH_ROWS, DISPATCH_READ = 10, 11, 12
+COMBINE_READ, COMBINE_READY = 13, 14
 
 _TEXTS = {
     BARRIER: "to enter the barrier",
@@ -21,8 +21,8 @@ _TEXTS = {
     TWO_SHOT_REDUCED: "to reduce its part of a chunk (RAW)",
     EXCHANGE_SENT: "to stage a chunk for this rank (RAW)",
     EXCHANGE_TAKEN: "to take the chunk whose slot is needed (WAR)",
-    CHANNEL_SENT: "to send (RAW)",
-    CHANNEL_TAKEN: "to receive what was sent before (WAR)",
+    MESSAGE_SENT: "to send (RAW)",
+    MESSAGE_TAKEN: "to receive what was sent before (WAR)",
     ROUTE_COUNTS: "to send its token counts (RAW)",
     DISPATCH_GRANT: "to grant a receive block (WAR)",
     DISPATCH_ROWS: "to deliver its rows (RAW)",
