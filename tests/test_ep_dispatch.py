@@ -7,7 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from ep_cases import FLOATS, Step, check_fields, check_rows, dispatched, on_ranks, round_trip, run_option, spread
+from ep_cases import (
+    FLOATS,
+    Step,
+    check_fields,
+    check_rows,
+    dispatched,
+    on_ranks,
+    require,
+    round_trip,
+    run_option,
+    spread,
+)
 
 from epcomm.testing.routing import payload
 
@@ -16,6 +27,20 @@ MIXED = (
     (torch.int64, 2), (torch.float8_e4m3fn, 5), (torch.bool, 1), (torch.complex64, 2), (torch.bfloat16, 7),
     (torch.uint16, 3), (torch.float64, 1),
 )  # fmt: skip
+
+
+def what_a_routing_and_its_handle_know(ep: Any, step: Step) -> None:
+    index, exchange = step.exchange.indices[ep.rank], step.exchange
+    routing = ep.route(index)
+    assert (routing.num_tokens, routing.topk, routing.index_dtype) == (*index.shape, index.dtype)
+    per_rank, per_expert = routing.send_counts
+    wanted = [len(exchange.tokens_for(ep.rank, expert)) for expert in range(len(exchange.owner))]
+    require("rows per expert", per_expert, torch.tensor(wanted, dtype=torch.int32))
+    owner = torch.tensor([*exchange.owner, -1])  # of index -1 as well
+    sent = [int((owner[index.long()] == rank).any(dim=1).sum()) for rank in range(ep.size)]
+    require("tokens per rank", per_rank, torch.tensor(sent, dtype=torch.int32))
+    require("local experts", ep.local_experts, torch.tensor(exchange.experts_of(ep.rank), dtype=torch.int64))
+    assert all(num_bytes > 0 for num_bytes in ep.memory().values())
 
 
 def dispatch_into_out(ep: Any, step: Step) -> None:
@@ -117,9 +142,9 @@ def less_than_the_handle_allows(ep: Any, step: Step) -> None:
 
 
 OPTIONS = [
-    dispatch_into_out, dispatch_into_strided_out, dispatch_a_copy, dispatch_several_tensors, dispatch_any_dtype,
-    dispatch_rows_at_any_stride, dispatch_marked_views, deliver_weights_of_any_float, dispatch_often_along_one_routing,
-    less_than_the_handle_allows,
+    what_a_routing_and_its_handle_know, dispatch_into_out, dispatch_into_strided_out, dispatch_a_copy,
+    dispatch_several_tensors, dispatch_any_dtype, dispatch_rows_at_any_stride, dispatch_marked_views,
+    deliver_weights_of_any_float, dispatch_often_along_one_routing, less_than_the_handle_allows,
 ]  # fmt: skip
 
 

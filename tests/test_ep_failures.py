@@ -19,8 +19,8 @@ from ep_cases import KIND_IDS, KINDS, Case, Step, check_rows, dispatched, on_ran
 from failure_cases import SOON, Raised, raised_by
 
 import epcomm
-from epcomm.errors import CapacityError, MismatchError, PeerFailedError, PeerLostError
-from epcomm.testing.ranks import RankDied, rank_outcomes
+from epcomm.errors import CapacityError, MismatchError, PeerFailedError, PeerLostError, TimeoutError
+from epcomm.testing.ranks import RankDied, rank_outcomes, run_ranks
 
 # ---- more rows than max_recv_rows
 
@@ -107,7 +107,7 @@ def calls_that_differ(ep: Any, other: Any, step: Step, comm: epcomm.Communicator
         "dtype": (lambda: ep.dispatch(x.half(), routing), lambda: ep.dispatch(x, routing), "float16", "bfloat16"),
         "tensors": (lambda: ep.dispatch((x[:, :4], x[:, 4:]), routing), lambda: ep.dispatch(x, routing), "x 4", "x 9"),
         "dtype of y": (lambda: ep.combine(y.half(), received), lambda: ep.combine(y, received), "float16", "bfloat16"),
-        "handle": (lambda: dispatched(other, step), lambda: dispatched(ep, step), "handle 0", "handle 1"),
+        "handle": (lambda: dispatched(other, step), lambda: dispatched(ep, step), ep.name, other.name),
         "topk": (lambda: ep.dispatch(x, ep.route(index[:, 1:])), lambda: dispatched(ep, step), "topk=2", "topk=3"),
         "index": (lambda: ep.dispatch(x, ep.route(index.int())), lambda: dispatched(ep, step), "int32", "int64"),
     }
@@ -175,6 +175,39 @@ def test_peer_that_is_killed(mode: str, layout: str, phase: str) -> None:
     for raised in (outcomes[0], outcomes[2]):
         assert isinstance(raised, Raised), raised
         assert type(raised.error) is PeerLostError and raised.error.rank == 1, raised
+
+
+PHASES = {"route": "token counts", "dispatch": "receive block", "combine": "expert outputs"}
+
+
+def run_too_late(case: Case, phase: str) -> Raised:
+    with epcomm.init(timeout=20.0) as comm:
+        ep, step = case.handle(comm), Step(case, comm.size, 0)
+        round_trip(ep, step)
+    comm = epcomm.init(timeout=0.5)
+    ep, index = case.handle(comm), step.exchange.indices[comm.rank]
+    x, y = step.x()[comm.rank], step.y()[comm.rank]
+    done: dict[str, Any] = {}
+    calls = {
+        "route": lambda: ep.route(index),
+        "dispatch": lambda: ep.dispatch(x, done["route"]),
+        "combine": lambda: ep.combine(y, done["dispatch"]),
+    }
+    for name in itertools.takewhile(lambda name: name != phase, calls):
+        done[name] = calls[name]()
+    if comm.rank == 1:
+        time.sleep(1.5)
+    return raised_by(calls[phase])
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_peer_that_comes_too_late(phase: str) -> None:
+    in_time, late, third = run_ranks(run_too_late, 3, Case(), phase)
+    kinds = {type(raised.error) for raised in (in_time, third)}
+    assert TimeoutError in kinds and kinds <= {TimeoutError, PeerFailedError}
+    assert type(late.error) is PeerFailedError
+    for raised in (in_time, late, third):
+        assert all(text in raised.text for text in (phase, "rank 1", "0.5 s", PHASES[phase])), raised
 
 
 def run_until_raised(case: Case) -> Any:

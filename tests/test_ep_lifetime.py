@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 import pytest
@@ -82,6 +83,32 @@ def run_after_reset(comm: epcomm.Communicator, case: Case) -> None:
 @pytest.mark.parametrize("mode, layout", KINDS, ids=KIND_IDS)
 def test_reset_outdates_routings_and_results(mode: str, layout: str) -> None:
     on_ranks(2, run_after_reset, Case(mode, layout), longest=0)
+
+
+def run_after_fork(comm: epcomm.Communicator, case: Case) -> None:
+    """A child speaks for no rank: all its calls fail, and the parent's go on."""
+    ep, step = case.handle(comm), Step(case, comm.size, 0)
+    x, y, index = step.x()[comm.rank], step.y()[comm.rank], step.exchange.indices[comm.rank]
+    routing = ep.route(index)
+    received = ep.dispatch(x, routing)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            check_closed((ep.route, index), (ep.dispatch, x, routing), (ep.combine, y, received))
+            ep.close()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    del received
+    for number in range(3):
+        round_trip(ep, Step(case, comm.size, number))
+
+
+@pytest.mark.parametrize("mode, layout", KINDS[::4], ids=KIND_IDS[::4])
+def test_forked_child(mode: str, layout: str) -> None:
+    on_ranks(2, run_after_fork, Case(mode, layout), longest=0)
 
 
 def run_after_close(case: Case) -> None:
