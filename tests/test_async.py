@@ -52,16 +52,20 @@ def every_method() -> None:
             (comm.alltoall(own, async_op=True), torch.stack([part[rank] for part in parts])),
             (comm.alltoallv(own, [1] * size, async_op=True), torch.stack([part[rank] for part in parts])),
         ]
-        done = []
-        for number, (work, _) in enumerate(calls):
+        done: list[int] = []
+        callbacks = [
             work.get_future().then(lambda _, number=number: done.append(number))
+            for number, (work, _) in enumerate(calls)
+        ]
         for work, expected in reversed(calls):
             assert work.wait(timeout=20.0) is True
             assert work.is_completed() and work.exception() is None
             assert same_bits(work.result(), expected)
             (value,) = work.get_future().wait()
             assert same_bits(value, expected)
-        assert done == sorted(done) and len(done) == len(calls)
+        for callback in callbacks:
+            callback.wait()
+        assert done == list(range(len(calls)))
 
 
 @pytest.mark.parametrize("ranks", ["processes", "threads"])

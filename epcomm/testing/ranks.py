@@ -172,7 +172,8 @@ class _Pool:
         while len(self._processes) < count + self._num_spares:
             self._processes.append(_PooledProcess())
         loading = [process for process in self._processes[:count] if not process.is_loaded]
-        self._collect(loading, _START_LIMIT, ())  # so that a test's deadlines don't count it
+        for failure in self._collect(loading, _START_LIMIT, ()):  # so that a test's deadlines don't count it
+            raise RankDied("a process for ranks could not be started; its own output says why") from failure.error
         for process in loading:
             process.is_loaded = True
         return self._processes[:count]
@@ -185,6 +186,7 @@ class _Pool:
 
     def close(self) -> None:
         self._discard(list(self._processes))
+        self._num_spares = 0
 
     def _collect(self, members: list[_PooledProcess], timeout: float, expendable: Collection[int]) -> list[Any]:
         outcomes: dict[int, list[Any]] = {}
