@@ -1,4 +1,4 @@
-"""Wrong arguments: an error that names them on the rank that passed them, and before anything is sent; peers are told."""
+"""Wrong arguments: an error that names them, on the rank that passed them, before anything is sent. Peers are told."""
 
 from __future__ import annotations
 
