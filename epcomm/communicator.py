@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from epcomm import bootstrap
+from epcomm import bootstrap, rendezvous
 from epcomm.collectives.bind import Binder
 from epcomm.collectives.ops import Collectives
 from epcomm.collectives.point_to_point import PointToPoint
@@ -59,13 +59,13 @@ def init(
         raise ConfigError(f"init: argument `timeout`: wanted seconds > 0 and <= {LONGEST_TIMEOUT:g}, got {timeout}")
     if num_threads is not None and num_threads < 1:
         raise ConfigError(f"init: argument `num_threads`: wanted at least 1, got {num_threads}")
-    hub = bootstrap.connect(bootstrap.find_rendezvous(group, store, rank, world_size), timeout)
+    hub = bootstrap.connect(rendezvous.find_rendezvous(group, store, rank, world_size), timeout)
     try:
         communicator = Communicator(hub, timeout, num_threads)
     except BaseException:
         hub.close()  # peers that wait for this rank see it go
         raise
-    launched = bootstrap.launched_rank.get()
+    launched = rendezvous.launched_rank.get()
     if launched is not None:
         launched.runtimes.append(weakref.ref(communicator._runtime))
     _make_default(communicator, per_thread=launched is not None and launched.is_thread)

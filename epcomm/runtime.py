@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from epcomm import monitor
+from epcomm.abort import AbortRegion
 from epcomm.bootstrap import Hub
 from epcomm.device import control
 from epcomm.device.cpu.compile import Kernel
@@ -28,7 +29,6 @@ from epcomm.device.cpu.launch import (
     Pool,
     load_claim,
     load_leave,
-    load_raise_abort,
     load_run,
     load_run_bound,
 )
@@ -38,7 +38,6 @@ from epcomm.errors import (
     EpcommError,
     MismatchError,
     PeerFailedError,
-    PeerLostError,
     TimeoutError,
 )
 from epcomm.heap.cpu import SymmetricSegment
@@ -60,10 +59,10 @@ class Runtime:
         self._resettable: weakref.WeakSet[Any] = weakref.WeakSet()
         self._pool: Pool | None = None
         self._contexts: weakref.WeakSet[Context] = weakref.WeakSet()
-        self._raise_abort = load_raise_abort()
         self._launch = load_run()
         self.control = self.segment(control_bytes)
         self._own = self.control.own.array(0, control_bytes)
+        self._abort = AbortRegion(self.rank, self.control)
         self.texts = OperationTexts(self._own)
         self.context = self.new_context(sequenced=True)
         if num_threads > 1:
@@ -167,20 +166,14 @@ class Runtime:
             raise _again(self.failure)
         if self.closed:
             raise ClosedError(f"rank {self.rank}: the communicator is closed")
-        if hasattr(self, "context") and (self._abort_word() >> control.GENERATION_SHIFT) >= self.generation:
+        if hasattr(self, "context") and self._abort.is_raised(self.generation):
             raise self.error_of(control.ABORTED, "check", self.context)
 
     def fail(self, error: EpcommError, reason: int = control.PEER_FAILED) -> EpcommError:
         """Makes the communicator failed, tells every peer why, and returns the error to raise."""
         if self.failure is None and not self.closed:
             self.failure = error
-            text = f"{type(error).__name__}: {error}".encode()[: control.MESSAGE_BYTES - 8]
-            message = self._own[control.MESSAGE : control.MESSAGE + control.MESSAGE_BYTES]
-            message[8 : 8 + len(text)] = np.frombuffer(text, dtype=np.uint8)
-            message[:8].view(np.int64)[0] = len(text)
-            value = self.generation << control.GENERATION_SHIFT | reason << 16 | self.rank
-            for base in self.control.bases:
-                self._raise_abort(int(base) + control.ABORT_WORD, value)
+            self._abort.tell_everyone(f"{type(error).__name__}: {error}", self.generation, reason)
         return error
 
     def reject(self, error: EpcommError) -> EpcommError:
@@ -216,25 +209,11 @@ class Runtime:
             TimeoutError(f"{where}: waited {seconds:g} s for {waited}: wanted {wanted:#x}, found {found:#x}")
         )
 
-    def _abort_word(self) -> int:
-        return int(self._own[:8].view(np.int64)[0])
-
     def _abort_error(self, where: str) -> EpcommError:
         if self.failure is not None:
             return _again(self.failure)
-        word = self._abort_word()
-        reason, rank = (word >> 16) & 0xFFFF, word & 0xFFFF
-        error: EpcommError
-        if reason == control.PEER_LOST:
-            error = PeerLostError(f"{where}: the process of rank {rank} ended", rank)
-        else:
-            region = self.control.mappings[rank].array(control.MESSAGE, control.MESSAGE_BYTES)
-            length = min(int(region[:8].view(np.int64)[0]), control.MESSAGE_BYTES - 8)
-            quoted = bytes(region[8 : 8 + length]).decode(errors="replace")
-            kind = MismatchError if reason == control.PEER_MISMATCH else PeerFailedError
-            error = kind(f"{where}: rank {rank} failed with {quoted}")
-        self.failure = error  # peers know already: whoever failed first told everyone
-        return error
+        self.failure = self._abort.error(where)  # peers know already: whoever failed first told everyone
+        return self.failure
 
     def _peer_text(self, peer: int, fingerprint: int) -> str | None:
         """The text that belongs to `fingerprint`, from the ring of the rank that is in that operation."""
@@ -332,8 +311,7 @@ class _PeerLost:
     def __call__(self) -> None:
         runtime = self.runtime()
         if runtime is not None and not runtime.closed:
-            value = runtime.generation << control.GENERATION_SHIFT | control.PEER_LOST << 16 | self.rank
-            runtime._raise_abort(int(runtime.control.bases[runtime.rank]) + control.ABORT_WORD, value)
+            runtime._abort.tell_self(runtime.generation, control.PEER_LOST, self.rank)
 
 
 def _again(error: EpcommError) -> EpcommError:

@@ -78,6 +78,7 @@ class Player:
     routings: list[tuple[Step, Any]] = field(default_factory=list)
     results: list[tuple[Step, Any, int | None]] = field(default_factory=list)  # with what its payload depends on
     outputs: list[torch.Tensor] = field(default_factory=list)
+    works: list[Any] = field(default_factory=list)
     numbers: Any = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
@@ -85,11 +86,21 @@ class Player:
         self.choose, self.choose_alone = random.Random(self.seed), random.Random(f"{self.seed}/{self.rank}")
 
     def play(self, num_turns: int) -> None:
-        moves = [self.route, self.dispatch, self.dispatch, self.combine, self.combine, self.other, self.forget]
+        moves = [
+            self.route,
+            self.dispatch,
+            self.dispatch,
+            self.combine,
+            self.combine,
+            self.other,
+            self.begin,
+            self.forget,
+        ]
         for _ in range(num_turns):
             self.choose.choice(moves)()
             self.keep_or_drop()
         self.check_results()
+        self.wait()
 
     def route(self) -> None:
         step = Step(self.case, self.comm.size, next(self.numbers))
@@ -134,6 +145,15 @@ class Player:
     def other(self) -> None:
         assert self.comm.allreduce(torch.ones(3)).tolist() == [self.comm.size] * 3
 
+    def begin(self) -> None:
+        """Something asynchronous, behind which the next calls queue."""
+        self.works.append(self.comm.allreduce(torch.ones(1000), async_op=True))
+
+    def wait(self) -> None:
+        for work in self.works:
+            assert (work.result() == self.comm.size).all()
+        self.works.clear()
+
     def forget(self) -> None:
         """The routings that a program knows are the same on all ranks."""
         if len(self.routings) > 4:
@@ -145,6 +165,8 @@ class Player:
             del self.results[self.choose_alone.randrange(len(self.results))]
         if self.choose_alone.random() < 0.5:
             self.outputs.clear()
+        if self.choose_alone.random() < 0.3:
+            self.wait()
 
     def check_results(self) -> None:
         for step, received, version in self.results:

@@ -16,7 +16,7 @@ LAYERS = [
     ["heap", "device"],
     ["kernels.protocol"],
     ["kernels", "kernels.cpu", "kernels.gpu"],
-    ["runtime", "bootstrap", "monitor", "operation", "work", "topology"],
+    ["runtime", "rendezvous", "bootstrap", "monitor", "abort", "operation", "work", "topology"],
     ["moe", "collectives"],
     ["communicator"],
     ["launcher", "demo", "cli", "testing", "integrations", "__init__"],

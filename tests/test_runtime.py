@@ -18,7 +18,7 @@ import torch.distributed as dist
 from failure_cases import SOON, WAITS, X, raised_by, works
 
 import epcomm
-from epcomm import bootstrap
+from epcomm import bootstrap, rendezvous
 from epcomm.errors import ClosedError, ConfigError, PeerLostError, UnsupportedError
 from epcomm.errors import TimeoutError as EpcommTimeoutError
 from epcomm.testing.ranks import rank_outcomes, run_ranks
@@ -33,8 +33,8 @@ def store_port() -> Any:
 
 def not_launched() -> int:
     """Makes `init` look for another way to meet; returns the rank."""
-    launched = bootstrap.launched_rank.get()
-    bootstrap.launched_rank.set(None)
+    launched = rendezvous.launched_rank.get()
+    rendezvous.launched_rank.set(None)
     return launched.rank
 
 
@@ -68,7 +68,7 @@ def test_init_with_file_store(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", ["processes", "threads"])
 def test_init_with_store_in_another_rank_order(store_port: int, ranks: str) -> None:
     def body() -> None:
-        rank = 2 - bootstrap.launched_rank.get().rank
+        rank = 2 - rendezvous.launched_rank.get().rank
         store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
         with epcomm.init(store=store, rank=rank, world_size=3, timeout=20.0) as comm:
             check_world(comm, rank, 3)
@@ -149,7 +149,7 @@ def test_world_of_one() -> None:
 
 def test_rank_that_does_not_come(store_port: int) -> None:
     def body() -> Any:
-        launched = bootstrap.launched_rank.get()
+        launched = rendezvous.launched_rank.get()
         if launched.rank == 1:
             return None
         by_launch = raised_by(epcomm.init, timeout=0.4)

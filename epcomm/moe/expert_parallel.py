@@ -169,8 +169,8 @@ class ExpertParallel:
 
         Args:
             y: rows like the dispatch's ``received.x``, or a tuple of such tensors; bfloat16, float16, float32 or
-                float64, of any widths that together fit in the handle's hidden * dtype. `Received.output_buffer` gives memory
-                that is read in place.
+                float64, of any widths that together fit in the handle's hidden * dtype.
+                `Received.output_buffer` gives memory that is read in place.
             received: what dispatch returned, or its routing.
             topk_weights: floats [num_tokens, topk] that multiply the rows, in float32. None: a plain sum. Not in the
                 flat layout, where the experts' outputs are already summed per rank.

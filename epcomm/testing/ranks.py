@@ -23,9 +23,9 @@ from typing import Any
 
 import cloudpickle
 
-from epcomm.bootstrap import LaunchedRank, launched_rank
 from epcomm.errors import ConfigError
 from epcomm.launcher import RankProcess, fail_communicators, first_failure, with_traceback
+from epcomm.rendezvous import LaunchedRank, launched_rank
 from epcomm.testing.adversary import random_stops
 
 _GRACE = 15.0  # seconds that the other ranks get to end by themselves after the first failure
