@@ -1,4 +1,7 @@
-"""Collectives on the default communicator: `python examples/allreduce.py`, or `torchrun --standalone --nproc-per-node 2 examples/allreduce.py`."""
+"""Collectives on the default communicator.
+
+Run it as `python examples/allreduce.py`, or as `torchrun --standalone --nproc-per-node 2 examples/allreduce.py`.
+"""
 
 import os
 
