@@ -51,6 +51,10 @@ class Context:
         self.words = np.zeros(num_words, dtype=np.int64)
         self.address = self.words.ctypes.data
 
+    def set_timeout(self, seconds: float) -> None:
+        """How long an operation may wait."""
+        self.words[control.TIMEOUT_NS] = int(seconds * 1e9)
+
 
 class OperationTexts:
     """What one rank calls. Each text is written once, and lost only after about a thousand other ones."""

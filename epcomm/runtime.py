@@ -25,7 +25,6 @@ from epcomm.device.cpu.compile import Kernel
 from epcomm.device.cpu.launch import (
     BOUND_VALUES,
     BOUND_WORDS,
-    CALL_WORDS,
     Pool,
     load_claim,
     load_leave,
@@ -95,7 +94,7 @@ class Runtime:
         words[control.RANK], words[control.SIZE] = self.rank, self.size
         shares_core = self.size > len(os.sched_getaffinity(0))
         words[control.SPINS] = _SPINS_SHARING_CORES if shares_core else _SPINS_WITH_OWN_CORE
-        words[control.TIMEOUT_NS] = int(self.timeout * 1e9)
+        context.set_timeout(self.timeout)
         words[control.PEERS :] = self.control.bases
         words[control.IS_CLOSED] = self.closed
         self._contexts.add(context)
@@ -124,17 +123,15 @@ class Runtime:
 
     def run_within(self, seconds: float, operation: Operation, *values: int) -> int:
         """`run` with a deadline of its own."""
-        self.context.words[control.TIMEOUT_NS] = int(seconds * 1e9)
+        self.context.set_timeout(seconds)
         try:
             return self.run(operation, *values)
         finally:
-            self.context.words[control.TIMEOUT_NS] = int(self.timeout * 1e9)
+            self.context.set_timeout(self.timeout)
 
-    def run_beside(self, context: Context, operation: Operation, *values: int, timeout: float | None = None) -> int:
+    def run_beside(self, context: Context, operation: Operation, a: int = 0, b: int = 0, c: int = 0) -> int:
         """`run` outside of the sequence, in a context of its own: beside whatever else is running."""
-        context.words[control.TIMEOUT_NS] = int((self.timeout if timeout is None else timeout) * 1e9)
-        padding = (0,) * (CALL_WORDS - len(values))
-        status = self._launch(context.address, operation.kernel, operation.address, 0, *values, *padding)
+        status = self._launch(context.address, operation.kernel, operation.address, 0, a, b, c, 0, 0, 0)
         return self.settle(status, operation, context) if status else status
 
     def bind(self, operation: Operation, *values: int) -> tuple[Callable[[int], int], np.ndarray]:

@@ -216,6 +216,7 @@ def in_fork(call: Callable[[], Any]) -> str:
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
+        signal.alarm(30)  # ends it if it hangs: it isn't among the processes that the harness kills
         try:
             call()
             text = ""

@@ -83,7 +83,8 @@ class PointToPoint:
                 channel.operation.args[protocol.MESSAGE] = fingerprint
                 channel.operation.text = f"{kind} {'to' if kind == 'send' else 'from'} rank {peer} of {message}"
                 values = (data.data_ptr(), data.data_ptr(), num_bytes)
-                self._runtime.run_beside(channel.context, channel.operation, *values, timeout=timeout)
+                channel.context.set_timeout(self._runtime.timeout if timeout is None else timeout)
+                self._runtime.run_beside(channel.context, channel.operation, *values)
             finally:
                 channel.lock.release()
 

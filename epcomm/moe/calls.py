@@ -64,8 +64,8 @@ class Calls:
         return self.checked(self._check_indices, topk_idx)
 
     def weights(self, operation: str, weights: Any, routing: Any) -> torch.Tensor | None:
-        """The weights as contiguous float32, or None."""
-        if weights is None or not isinstance(routing, Routing):
+        """The weights as contiguous float32; None if there is no routing to fit them to, which is refused later."""
+        if not isinstance(routing, Routing):
             return None
         where = f"rank {self._runtime.rank}: {operation}"
         return self.checked(check_weights, where, weights, routing.num_tokens, routing.topk)
@@ -87,15 +87,15 @@ class Calls:
         if (
             bound is None
             or bias is not None
-            or not routing.is_placed
-            or self._misfits(routing, y, self.rows_shape(routing))
+            or self._misfits(routing, y, routing.rows_shape)  # None, which fits nothing, before it was placed
         ):
             return self.checked(self._bind_combine, y, routing, has_weights, bias, outs, reduce)
         lead = self._out_shape(routing, reduce)
         if not outs:
             return y, tuple(torch.empty((*lead, row.shape[-1]), dtype=row.dtype) for row in y), bound
-        if self._misfits(routing, outs, lead):
-            return self.checked(self._bind_combine, y, routing, has_weights, bias, outs, reduce)
+        for result in outs:
+            if result.shape[:-1] != lead:
+                return self.checked(self._bind_combine, y, routing, has_weights, bias, outs, reduce)
         return y, outs, bound
 
     def rows_shape(self, routing: Routing) -> tuple[int, ...]:
@@ -122,7 +122,7 @@ class Calls:
         except (AttributeError, IndexError, TypeError):
             return None
 
-    def _misfits(self, routing: Routing, tensors: Any, lead: tuple[int, ...]) -> bool:
+    def _misfits(self, routing: Routing, tensors: Any, lead: tuple[int, ...] | None) -> bool:
         """True if a tensor of a known kind doesn't have this call's rows, or the routing can't be used here."""
         for tensor in tensors:
             if tensor.shape[:-1] != lead:

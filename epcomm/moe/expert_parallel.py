@@ -36,7 +36,6 @@ class ExpertParallel:
         self.num_experts, self.alignment = config.num_experts, config.alignment
         self.layout_code, self._is_latency = LAYOUTS[config.layout], config.mode == "latency"
         self.local_expert_ids = config.experts_of(self.rank)
-        self.rows_per_expert = self.size * config.max_tokens
         self._memory = Memory(runtime, config)
         self.regions = self._memory.regions
         self._epochs = self._memory.state.data  # of the kernels' state block: quicker to read than an array
@@ -99,14 +98,13 @@ class ExpertParallel:
         header[protocol.NUM_TOKENS], header[protocol.TOPK] = num_tokens, topk
         header[protocol.INDEX_BYTES] = topk_idx.element_size()
         routing = Routing(self, self._calls, workspace, num_tokens, topk, topk_idx.dtype)
-        if self._runtime.run_beside(
-            self._binder.route_context, self._binder.route, workspace.address, topk_idx.data_ptr()
-        ):
+        context, operation = self._binder.route_context, self._binder.route
+        if self._runtime.run_beside(context, operation, workspace.address, topk_idx.data_ptr()):
             raise self._runtime.reject(self._bad_index(topk_idx, header[protocol.BAD_SLOT]))
         if not self._is_latency:
             if self._run(self._binder.exchange_counts, workspace.address):
                 raise self._too_many_rows("route", routing)
-            routing.is_placed = True
+            routing.place()
         return routing
 
     def dispatch(
@@ -131,7 +129,7 @@ class ExpertParallel:
             CapacityError: more rows than `max_recv_rows` (latency mode; on all ranks, before rows are sent).
         """
         is_tuple = isinstance(x, (tuple, list))
-        weights = self._calls.weights("dispatch", topk_weights, routing)
+        weights = None if topk_weights is None else self._calls.weights("dispatch", topk_weights, routing)
         tensors, bound = self._calls.dispatch(x if is_tuple else (x,), routing, weights is not None)
         for i, tensor in enumerate(tensors):
             bound.table[i * protocol.TENSOR_WORDS + protocol.T_ADDRESS] = tensor.data_ptr()
@@ -146,7 +144,7 @@ class ExpertParallel:
         except BaseException:
             lease.release()  # whoever keeps the exception keeps this frame, and would keep the block
             raise
-        routing.is_placed = True
+        routing.place()
         received = Received(self, routing, bound.tensors, is_tuple, weights is not None, pool.buffer(lease))
         if out is None and not copy and pool.free:
             return received
@@ -185,7 +183,7 @@ class ExpertParallel:
         routing = received.routing if isinstance(received, Received) else received
         is_tuple = isinstance(y, (tuple, list))
         outs = out if isinstance(out, (tuple, list)) else () if out is None else (out,)
-        weights = self._calls.weights("combine", topk_weights, routing)
+        weights = None if topk_weights is None else self._calls.weights("combine", topk_weights, routing)
         rows, outs, bound = self._calls.combine(
             y if is_tuple else (y,), routing, weights is not None, bias, outs, reduce
         )

@@ -33,9 +33,8 @@ class Received:
         self._tensors, self._is_tuple, self._has_weights, self._buffer = tensors, is_tuple, has_weights, buffer
 
     def _rows_shape(self) -> tuple[int, ...]:
-        if self.ep.layout_code == protocol.PADDED:
-            return len(self.ep.local_expert_ids), self.ep.rows_per_expert
-        return (self.routing.num_rows,)
+        assert self.routing.rows_shape is not None  # it was dispatched
+        return self.routing.rows_shape
 
     @cached_property
     def x(self) -> Any:

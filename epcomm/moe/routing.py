@@ -54,17 +54,26 @@ class Routing:
     Attributes: ``num_tokens``, ``topk``, ``index_dtype`` (of the indices it was made from).
     """
 
-    __slots__ = ("calls", "ep", "generation", "index_dtype", "is_placed", "num_tokens", "topk", "workspace")
+    __slots__ = ("calls", "ep", "generation", "index_dtype", "num_tokens", "rows_shape", "topk", "workspace")
 
     def __init__(self, ep: ExpertParallel, calls: Calls, workspace: Workspace, num_tokens: int, topk: int,
                  index_dtype: torch.dtype):  # fmt: skip
         self.calls = calls
         self.ep, self.workspace, self.generation = ep, workspace, ep.generation
         self.num_tokens, self.topk, self.index_dtype = num_tokens, topk, index_dtype
-        self.is_placed = False  # everyone's counts are known: since route (throughput) or the first dispatch (latency)
+        self.rows_shape: tuple[int, ...] | None = None  # of this rank's received rows, without their width, once placed
 
     def __del__(self) -> None:
         self.ep.return_workspace(self.workspace)
+
+    @property
+    def is_placed(self) -> bool:
+        """True once everyone's counts are known: since route (throughput) or the first dispatch (latency)."""
+        return self.rows_shape is not None
+
+    def place(self) -> None:
+        """For the handle, once everyone's counts are in the workspace."""
+        self.rows_shape = self.calls.rows_shape(self)
 
     @property
     def num_rows(self) -> int:
