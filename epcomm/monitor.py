@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 class _Monitor:
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # garbage collection may call `forget` anywhere
         self._watched: dict[int, Callable[[], None]] = {}  # pidfd -> what to do when its process ends
         self._thread: threading.Thread | None = None
         self._wake_read, self._wake_write = -1, -1
@@ -51,7 +51,7 @@ class _Monitor:
                     self._thread = None
                     return
                 poller.register(self._wake_read, select.POLLIN)
-                for pidfd in self._watched:
+                for pidfd in list(self._watched):
                     poller.register(pidfd, select.POLLIN)
             events = poller.poll()
             ended = []
