@@ -16,7 +16,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-app = typer.Typer(help="Expert parallelism and collectives between the ranks of an ML job.", no_args_is_help=True)
+app = typer.Typer(
+    help="Expert parallelism and collectives between the ranks of an ML job. In a checkout: `epcomm bench`.",
+    no_args_is_help=True,
+)
 _CHECKOUT = Path(__file__).resolve().parents[1]
 console = Console()
 

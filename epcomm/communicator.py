@@ -47,9 +47,8 @@ def init(
         num_threads: programs per operation on each rank, the least that any rank asks for; default: cores / ranks.
         timeout: seconds that an operation may wait for its peers.
 
-    Raises:
-        ConfigError: an argument is wrong. UnsupportedError: the ranks are on several hosts, or device isn't "cpu".
-        TimeoutError: not all ranks came in time.
+    Raises ConfigError for a wrong argument, UnsupportedError if the ranks are on several hosts or `device` isn't "cpu",
+    TimeoutError if not all ranks came in time.
     """
     if device is not None and torch.device(device).type != "cpu":
         raise UnsupportedError(f"init: argument `device`: this build serves cpu, got {device}")
@@ -98,7 +97,8 @@ class Communicator:
     for point-to-point messages is collective: all ranks call the same operations in the same order. Tensors are on
     cpu; results are new tensors unless `out` is given (``out is x`` works in place). With ``async_op=True`` an
     operation returns a `Work`. Operations raise `MismatchError`, `PeerFailedError`, `PeerLostError` or `TimeoutError`
-    instead of hanging; the communicator is then failed until `reset`.
+    instead of hanging; the communicator is then failed until `reset`. A signal handler that raises ends a wait of the
+    main thread with KeyboardInterrupt.
     """
 
     transport = "shared_memory"

@@ -18,7 +18,8 @@ from epcomm.errors import TimeoutError
 class Work:
     """An operation in progress, with the methods of `torch.distributed.Work`."""
 
-    def __init__(self, function: Callable[[], Any], result: Any):
+    def __init__(self, function: Callable[[], Any], result: Any, text: str):
+        self._text = text
         self._function, self._result = function, result
         self._done = threading.Event()
         self._exception: BaseException | None = None
@@ -28,7 +29,7 @@ class Work:
     def wait(self, timeout: float | None = None) -> bool:
         """Blocks until the operation is complete; raises its exception, or `TimeoutError` after `timeout` seconds."""
         if not self._done.wait(timeout):
-            raise TimeoutError(f"the operation was not complete after {timeout:g} s; it goes on")
+            raise TimeoutError(f"{self._text}: not complete after {timeout:g} s; it goes on")
         if self._exception is not None:
             raise self._exception
         return True
@@ -94,12 +95,12 @@ class Fifo:
         self._lock = threading.Lock()
         self.pending = 0  # submitted operations that have not run: a synchronous call must queue behind them
 
-    def call(self, function: Callable[[], Any], result: Any, async_op: bool) -> Any:
-        """Runs `function` in its turn. Returns a `Work` if asynchronous, else the result."""
+    def call(self, function: Callable[[], Any], result: Any, async_op: bool, text: str) -> Any:
+        """Runs `function`, of which `text` tells, in its turn. Returns a `Work` if asynchronous, else the result."""
         if not async_op and (not self.pending or threading.current_thread() is self._thread):
             function()  # at once: nothing is before it, or it is called by a future's callback, on the worker
             return result
-        work = Work(function, result)
+        work = Work(function, result, text)
         with self._lock:
             self.pending += 1
             if self._thread is None:
@@ -114,7 +115,7 @@ class Fifo:
     def drain(self) -> None:
         """Returns once everything submitted so far has run."""
         if self.pending and threading.current_thread() is not self._thread:
-            self.call(_nothing, None, True).wait()
+            self.call(_nothing, None, True, "drain").wait()
 
     def stop(self) -> None:
         """Ends the worker after what was submitted."""

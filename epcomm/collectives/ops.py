@@ -77,7 +77,7 @@ class Collectives:
             else:
                 self.runtime.run_within(timeout, operation, *values)
 
-        return self._fifo.call(run, result, async_op)
+        return self._fifo.call(run, result, async_op, f"rank {self.runtime.rank}: {operation.text}")
 
     def barrier(self, timeout: float | None = None) -> None:
         operation = self._binder.cached("barrier", lambda: self._binder.barrier("barrier()"))
@@ -131,7 +131,7 @@ class Collectives:
 
         def call(keep: Any = (x, result, block)) -> torch.Tensor:
             if fifo.pending:
-                fifo.call(lambda: runtime.run(operation, *values), None, False)
+                fifo.call(lambda: runtime.run(operation, *values), None, False, operation.text)
             elif status := launch(address):
                 runtime.settle(status, operation, runtime.context)
             return result

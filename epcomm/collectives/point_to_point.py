@@ -88,7 +88,7 @@ class PointToPoint:
             finally:
                 channel.lock.release()
 
-        return channel.fifo.call(run, tensor if kind == "recv" else None, async_op)
+        return channel.fifo.call(run, tensor if kind == "recv" else None, async_op, f"{where} of {message}")
 
     def drain(self) -> None:
         """Returns once everything submitted so far has run, and no thread is inside of a transfer."""

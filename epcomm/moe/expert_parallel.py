@@ -207,7 +207,7 @@ class ExpertParallel:
         def run() -> None:
             status[0] = self._runtime.run(operation, *values)
 
-        self._fifo.call(run, None, False)
+        self._fifo.call(run, None, False, operation.text)
         return status[0]
 
     def take_output(self) -> np.ndarray | None:
