@@ -6,6 +6,7 @@ main module. They end with their parent, however it ends.
 
 from __future__ import annotations
 
+import atexit
 import contextvars
 import ctypes
 import os
@@ -144,12 +145,18 @@ class RankProcess:
         return pickle.loads(payload) if payload else None
 
     def stop(self, kill: bool = False) -> None:
-        """Ends the process: by itself when it has nothing to do, or at once."""
-        os.close(self._task_write)
+        """Ends the process, by itself or at once, and waits for that."""
+        self.dismiss()
         if kill:
             self.process.kill()
         self.process.wait()
         os.close(self.answers)
+
+    def dismiss(self) -> None:
+        """Lets the process end when it has done its tasks; doesn't wait."""
+        if self._task_write >= 0:
+            os.close(self._task_write)
+            self._task_write = -1
 
 
 def _read_exactly(descriptor: int, num_bytes: int) -> bytes | None:
@@ -198,6 +205,8 @@ def _launch_processes(fn: Callable[..., Any], num_ranks: int, args: tuple[Any, .
                     errors.append((time.monotonic(), process.rank, value))
     finally:
         for process in processes:
+            process.dismiss()  # all of them first: they end side by side
+        for process in processes:
             process.stop(kill=process.answers in waiting)
     if errors:
         raise first_failure(errors)
@@ -234,6 +243,11 @@ def _serve(task_read: int, answer_write: int, parent: int) -> None:
         with os.fdopen(os.dup(answer_write), "wb") as pipe:
             pipe.write(struct.pack("<q", len(encoded)) + encoded)
         task += 1
+    # what is registered for the exit still runs; taking LLVM and torch apart, half a second of it, does not
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def with_traceback(error: BaseException, rank: int) -> BaseException:
