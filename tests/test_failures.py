@@ -209,9 +209,10 @@ def test_deadline_of_a_call_is_its_own() -> None:
 
 
 @pytest.mark.parametrize("name", ["barrier", "two-shot", "bound", "asynchronous", "behind asynchronous", "recv"])
-def test_interrupt_leaves_a_wait(name: str) -> None:
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_interrupt_leaves_a_wait(name: str, num_threads: int) -> None:
     def body() -> Any:
-        comm = epcomm.init(timeout=20.0)
+        comm = epcomm.init(timeout=20.0, num_threads=num_threads)
         pids = comm.allgather(torch.tensor(os.getpid())).tolist()
         if comm.rank == 0:
 
