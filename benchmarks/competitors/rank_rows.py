@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from benchmarks.competitors.row_buffers import RowBuffers, Wire, select_rows
+from benchmarks.competitors.row_contestant import row_contestant
 from benchmarks.timing import Contestant, Step
 from benchmarks.workload import Workload, scale
 
@@ -82,17 +83,7 @@ class RankRows:
 
     def contestant(self) -> Contestant:
         """For the timing."""
-        return Contestant(
-            name=f"{self.wire.name}, row per rank" + (", expanded" if self.expand else ""),
-            library=self.wire.name,
-            steps=[
-                Step("dispatch", self.dispatch),
-                Step("experts", self.experts, timed=False),
-                Step("combine", self.combine),
-            ],
-            poison=lambda: self.out.fill_(float("nan")),
-            check=lambda: self.workload.check(self.out),
-        )
+        return row_contestant(self, "row per rank" + (", expanded" if self.expand else ""))
 
 
 class PackedRows:
