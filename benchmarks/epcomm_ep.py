@@ -23,7 +23,8 @@ class EpcommEp:
         self.expected_counts = workload.expert_counts.sum(0)[first : first + workload.local_experts]
         self.out = torch.zeros_like(workload.x)
         self.received: Any = None
-        self.y: Any = None
+        self.y: Any = None  # the caller's own memory is kept, an output buffer is let go with its dispatch
+        self.counts: list[int] = []
 
     def dispatch(self) -> None:
         """Routing included, as in every other contestant."""
@@ -33,28 +34,28 @@ class EpcommEp:
     def experts(self) -> None:
         """Scale rows by the factors of their experts, into the memory that combine will read."""
         received, layout = self.received, self.workload.case.layout
+        self.counts = received.expert_counts.tolist()
         if not self.elsewhere:
             self.y = received.output_buffer()
         elif self.y is None:
             self.y = torch.empty_like(received.x)
         if layout == "padded":
-            for local, rows in enumerate(self._counts()):
+            for local, rows in enumerate(self.counts):
                 torch.mul(received.x[local, :rows], float(self.factors[local]), out=self.y[local, :rows])
             return
         if layout == "flat":
             selected = received.topk_idx.long()
             factor = torch.where(selected >= 0, self.factors[selected.clamp(min=0)], 0.0).sum(-1)
         else:
-            factor = torch.repeat_interleave(self.factors, torch.tensor(self._counts()))
+            factor = torch.repeat_interleave(self.factors, torch.tensor(self.counts))
         torch.mul(received.x, factor.to(received.x.dtype)[:, None], out=self.y)
 
-    def _counts(self) -> list[int]:
-        """Rows of each local expert."""
-        return self.received.expert_counts.tolist()
-
     def combine(self) -> None:
-        """The plain sum of a token's rows."""
+        """The plain sum of a token's rows. The blocks go back at its end, as where a layer returns."""
         self.handle.combine(self.y, self.received, out=self.out)
+        self.received = None
+        if not self.elsewhere:
+            self.y = None
 
     def round_trip(self) -> None:
         """Everything a decode step calls, for a hot loop: the experts' part is only asking for the buffer."""
@@ -64,9 +65,8 @@ class EpcommEp:
 
     def check(self) -> None:
         """Result and counts against the oracle."""
-        counts = torch.tensor(self._counts())
-        if not torch.equal(counts, self.expected_counts):
-            raise AssertionError(f"expert counts {counts.tolist()}, wanted {self.expected_counts.tolist()}")
+        if self.counts != self.expected_counts.tolist():
+            raise AssertionError(f"expert counts {self.counts}, wanted {self.expected_counts.tolist()}")
         self.workload.check(self.out)
 
     def release(self) -> None:

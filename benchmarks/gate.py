@@ -7,8 +7,8 @@ This one polls one counter per rank in a shared file. It orders nothing but time
   the core that another rank's library threads need to finish;
 * align: spin for the few microseconds until all have seen that.
 
-Ranks are not bound to cores, but where there are enough each leaves the barrier on a core of its own: a library that
-sleeps in the kernel, as gloo does, often leaves two ranks on one core, and the next contestant would pay for it.
+Ranks are not bound to cores, but they leave the barrier spread evenly over them: a library that sleeps in the kernel,
+as gloo does, often leaves most ranks on one core, and the next contestant would pay for it.
 """
 
 from __future__ import annotations
@@ -49,9 +49,8 @@ class Gate:
         """Return once every rank has entered; raise `TimeoutError` if one does not come."""
         self._epoch += 1
         self._pass(0, _GATHER_POLLS, lambda: time.sleep(_GATHER_SLEEP))
-        if self._roomy:
-            os.sched_setaffinity(0, self._home)  # moves this thread
-            os.sched_setaffinity(0, self._cores)  # and leaves it free to move
+        os.sched_setaffinity(0, self._home)  # moves this thread
+        os.sched_setaffinity(0, self._cores)  # and leaves it free to move
         self._pass(1, _ALIGN_POLLS if self._roomy else 0, os.sched_yield)
 
     def _pass(self, stage: int, polls: int, relax: Callable[[], object]) -> None:

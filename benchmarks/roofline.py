@@ -69,7 +69,7 @@ def _stream_rows(destination, source, rows, row_bytes):
 def copy_roofline(world: Any, row_bytes: int, working_set: int) -> dict:
     """Payload GB/s of each rank when all copy at once, by the best method, with the other methods' numbers beside it.
 
-    Collective. A pass's time is the maximum over ranks; a method's number is the median of its passes.
+    Collective. A method's number is the median of its passes.
     """
     row_bytes = max(_STEP_BYTES, row_bytes // _STEP_BYTES * _STEP_BYTES)
     rows = max(1, min(working_set, OUT_OF_CACHE_BYTES) // row_bytes)
@@ -105,20 +105,24 @@ def _methods(shared: np.ndarray, private: np.ndarray, rows: int, row_bytes: int)
 
 
 def _seconds_per_pass(world: Any, run: Callable[[], Any]) -> float:
-    """Median over passes of the slowest rank's time."""
+    """Median over passes of the time from the first rank's start to the last one's end.
+
+    Ranks that share a core copy one after the other: a rank's own time would leave out what it waited for its turn.
+    """
     world.gate.wait()
     start = clock()
     run()
     once = max(world.gather(clock() - start)) / 1e9
     passes = int(min(2000, max(5, _SECONDS_PER_METHOD / once)))
-    samples = np.empty(passes, dtype=np.int64)
+    samples = np.empty((2, passes), dtype=np.int64)
     with quiet_interpreter():
         for index in range(passes):
             world.gate.wait()
-            start = clock()
+            samples[0, index] = clock()
             run()
-            samples[index] = clock() - start
-    return float(np.median(np.max(np.stack(world.gather(samples)), axis=0))) / 1e9
+            samples[1, index] = clock()
+    everyone = np.stack(world.gather(samples))
+    return float(np.median(everyone[:, 1].max(0) - everyone[:, 0].min(0))) / 1e9
 
 
 class Rooflines:

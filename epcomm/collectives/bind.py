@@ -19,7 +19,6 @@ from epcomm.kernels.protocol.collectives import CollectiveRegions
 from epcomm.operation import Operation, parameter_block
 from epcomm.runtime import Runtime
 
-STREAMING_BYTES = 4 << 20  # larger results would push everything else out of the caches
 _MAX_BOUND = 512  # shapes that vary without end must not grow memory without end
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from epcomm.collectives.bind import STREAMING_BYTES, Binder
+from epcomm.collectives.bind import Binder
 from epcomm.collectives.checks import (
     check_divisible,
     check_out,
@@ -24,6 +24,7 @@ from epcomm.collectives.checks import (
     check_timeout,
     is_plain,
 )
+from epcomm.device.cpu.memory import STREAMING_BYTES
 from epcomm.errors import ConfigError, UnsupportedError
 from epcomm.kernels.cpu.reduction import supported_ops
 from epcomm.kernels.protocol.collectives import ONE_SHOT_BYTES

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from epcomm.device.control import GENERATION_SHIFT, LINE
+from epcomm.device.cpu.memory import STREAMING_BYTES
 from epcomm.heap.layout import Layout
 from epcomm.kernels.protocol import expert_parallel as protocol
 from epcomm.moe.blocks import BlockPool
@@ -12,15 +13,6 @@ from epcomm.moe.config import LAYOUTS, Config
 from epcomm.runtime import Runtime
 
 _PREFAULTED_BLOCKS = 2  # of each kind: a steady loop alternates between at most two
-
-
-def _last_level_cache_bytes() -> int:
-    """Size of the largest cache of this machine's first core; 32 MiB if it can't be told."""
-    try:
-        with open("/sys/devices/system/cpu/cpu0/cache/index3/size") as file:
-            return int(file.read().strip().removesuffix("K")) << 10
-    except (OSError, ValueError):
-        return 32 << 20
 
 
 class Memory:
@@ -78,7 +70,7 @@ class Memory:
             (protocol.MARKS, self._marks.ctypes.data),
             (protocol.SCRATCH, self._scratch.ctypes.data),
             (protocol.SCRATCH_BYTES, scratch_words * 8),
-            (protocol.STREAMING_BYTES, _last_level_cache_bytes() // 2),
+            (protocol.STREAMING_BYTES, STREAMING_BYTES),
             (protocol.NUM_BLOCKS, config.blocks),
             (protocol.NUM_OUTPUTS, config.blocks),
             (protocol.MOST_SOURCES, most_sources),
