@@ -6,6 +6,7 @@
 | `ep_measurement.py`, `allreduce_measurement.py` | what each rank does in them |
 | `decode_latency.py`, `prefill_throughput.py` | the two standard runs, scripts |
 | `decode_profile.py` | what a decode step costs before anything is communicated |
+| `shared_core_profile.py` | the parts of a dispatch when ranks share cores, bound evenly and free |
 | `workload.py`, `models.py` | inputs of an expert-parallel case and its float64 oracle; shapes of real models |
 | `epcomm_ep.py`, `competitors/` | what is measured, one contestant per file |
 | `timing.py`, `gate.py` | interleaved and hot-loop timing between ranks |
