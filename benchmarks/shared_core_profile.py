@@ -1,8 +1,8 @@
 """Where the time of a dispatch goes when ranks share cores: each part, with the ranks bound evenly to cores and free.
 
-`python benchmarks/shared_core_profile.py [--ranks 4] [--json FILE]`. *exchange* is a dispatch of rows too short to matter:
-grants and signals are what is left. *system* is the time that the slowest rank spent in the kernel during a dispatch: a rank
-that waits yields its core, and yields in vain if it is alone there while the others queue on another core.
+`python benchmarks/shared_core_profile.py [--ranks 4] [--json FILE]`. *exchange* is a dispatch of rows too short to
+matter: grants and signals are what is left. *system* is what the slowest rank spent in the kernel during a dispatch: a
+rank that waits yields its core, and yields in vain if it is alone there while the others queue on another core.
 """
 
 from __future__ import annotations
