@@ -14,7 +14,9 @@ from epcomm.collectives.bind import Binder
 from epcomm.collectives.ops import Collectives
 from epcomm.collectives.point_to_point import PointToPoint
 from epcomm.errors import ClosedError, ConfigError, UnsupportedError
+from epcomm.kernels.cpu.target import CpuTarget
 from epcomm.kernels.protocol.collectives import collective_regions
+from epcomm.kernels.target import make_target
 from epcomm.moe.config import make_config
 from epcomm.moe.expert_parallel import ExpertParallel
 from epcomm.runtime import LONGEST_TIMEOUT, Runtime
@@ -94,11 +96,10 @@ class Communicator:
     """The ranks that talk to each other, from the view of one of them. Made by `init`; a context manager.
 
     Attributes: ``rank``, ``size``, ``device``, ``transport``, ``closed``. Every method but `check`, `abort` and those
-    for point-to-point messages is collective: all ranks call the same operations in the same order. Tensors are on
-    cpu; results are new tensors unless `out` is given (``out is x`` works in place). With ``async_op=True`` an
-    operation returns a `Work`. Operations raise `MismatchError`, `PeerFailedError`, `PeerLostError` or `TimeoutError`
-    instead of hanging; the communicator is then failed until `reset`. A signal handler that raises ends a wait of the
-    main thread with KeyboardInterrupt.
+    for messages is collective: all ranks call the same operations in the same order. Tensors are on cpu; results are
+    new tensors unless `out` is given (``out is x`` works in place); with ``async_op=True`` they are a `Work`. Instead
+    of hanging, operations raise `MismatchError`, `PeerFailedError`, `PeerLostError` or `TimeoutError`; the communicator
+    is then failed until `reset`. SIGINT ends a wait of the main thread.
     """
 
     transport = "shared_memory"
@@ -108,7 +109,7 @@ class Communicator:
         self.device = torch.device("cpu")
         num_channels = bootstrap.agree_on_threads(hub, num_threads, timeout)
         regions = collective_regions(self.size, num_channels)
-        self._runtime = Runtime(hub, control_bytes=regions.size, timeout=timeout, num_threads=num_channels)
+        self._runtime = Runtime((make_target.get() or CpuTarget)(), hub, regions.size, num_channels, timeout)
         self._fifo = Fifo("epcomm-async")
         self._binder = Binder(self._runtime, regions, num_channels)
         self._collectives = Collectives(self._runtime, self._binder, self._fifo)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from epcomm.device import control
-from epcomm.device.cpu.compile import Kernel
 from epcomm.device.cpu.launch import IS_SINGLE
+from epcomm.kernels.target import Kernel
 
 _MESSAGES = 128  # records of point-to-point messages, whose texts may vary without end; the others are of operations
 
@@ -29,7 +29,7 @@ class Operation:
     text: str
     fingerprint: int = 0
     keep: Any = None
-    kernel: int = field(init=False)
+    kernel: Any = field(init=False)
     address: int = field(init=False)
 
     def __post_init__(self) -> None:

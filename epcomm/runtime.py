@@ -21,16 +21,7 @@ from epcomm import monitor
 from epcomm.abort import AbortRegion
 from epcomm.bootstrap import Hub
 from epcomm.device import control
-from epcomm.device.cpu.compile import Kernel
-from epcomm.device.cpu.launch import (
-    BOUND_VALUES,
-    BOUND_WORDS,
-    Pool,
-    load_claim,
-    load_leave,
-    load_run,
-    load_run_bound,
-)
+from epcomm.device.cpu.launch import Pool, load_claim, load_leave
 from epcomm.errors import (
     ClosedError,
     ConfigError,
@@ -41,6 +32,7 @@ from epcomm.errors import (
 )
 from epcomm.heap.cpu import SymmetricSegment
 from epcomm.kernels.protocol.sites import describe_site
+from epcomm.kernels.target import Kernel, Target
 from epcomm.operation import Context, Operation, OperationTexts, find_text
 
 LONGEST_TIMEOUT = 1e8  # seconds: three years; in nanoseconds it fits a word with room to spare
@@ -50,7 +42,8 @@ _SPINS_WITH_OWN_CORE, _SPINS_SHARING_CORES = 100, 20  # measured: best barrier t
 class Runtime:
     """One rank of one communicator. See DESIGN sections 5 and 6 for the contract."""
 
-    def __init__(self, hub: Hub, *, control_bytes: int, timeout: float, num_threads: int):
+    def __init__(self, target: Target, hub: Hub, control_bytes: int, num_threads: int, timeout: float):
+        self.target = target
         self.hub, self.rank, self.size, self.timeout = hub, hub.rank, hub.size, timeout
         self.generation = 1
         self.failure: EpcommError | None = None
@@ -58,7 +51,7 @@ class Runtime:
         self._resettable: weakref.WeakSet[Any] = weakref.WeakSet()
         self._pool: Pool | None = None
         self._contexts: weakref.WeakSet[Context] = weakref.WeakSet()
-        self._launch = load_run()
+        self._launch = target.launch
         self.control = self.segment(control_bytes)
         self._own = self.control.own.array(0, control_bytes)
         self._abort = AbortRegion(self.rank, self.control)
@@ -134,12 +127,11 @@ class Runtime:
         status = self._launch(context.address, operation.kernel, operation.address, 0, a, b, c, 0, 0, 0)
         return self.settle(status, operation, context) if status else status
 
-    def bind(self, operation: Operation, *values: int) -> tuple[Callable[[int], int], np.ndarray]:
-        """`run` with everything resolved, for hot loops: ``launch(address of the block) -> status``."""
-        block = np.zeros(BOUND_WORDS, dtype=np.int64)
-        block[:BOUND_VALUES] = self.context.address, operation.kernel, operation.address, operation.fingerprint
-        block[BOUND_VALUES : BOUND_VALUES + len(values)] = values
-        return load_run_bound(), block
+    def bind(self, operation: Operation, *values: int) -> Callable[[], int]:
+        """`run` with everything resolved, for hot loops; it returns a status, which `settle` takes."""
+        return self.target.bind(
+            self.context.address, operation.kernel, operation.address, operation.fingerprint, values
+        )
 
     def settle(self, status: int, operation: Operation, context: Context) -> int:
         """Returns a status that the operation itself deals with; raises the error that any other stands for."""

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 
 from epcomm.device.cpu import arithmetic
 from epcomm.errors import ConfigError, UnsupportedError
-from epcomm.kernels.cpu.reduction import OPS, reduction, supported_ops
-from epcomm.kernels.cpu.row_sum import ROW_SUM_DTYPES, row_sum
+from epcomm.kernels.cpu.reduction import reduction
+from epcomm.kernels.cpu.row_sum import row_sum
+from epcomm.kernels.protocol.arithmetic import OPS, ROW_SUM_DTYPES, supported_ops
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float64, torch.float32, *SIXTEEN_BITS)

@@ -8,14 +8,9 @@ import numpy as np
 import torch
 
 from epcomm.device.control import GENERATION_SHIFT
-from epcomm.device.cpu.compile import Kernel
-from epcomm.kernels.cpu.allreduce_one_shot import allreduce_one_shot
-from epcomm.kernels.cpu.allreduce_two_shot import allreduce_two_shot
-from epcomm.kernels.cpu.barrier import barrier
-from epcomm.kernels.cpu.exchange import exchange
-from epcomm.kernels.cpu.reduction import reduction
 from epcomm.kernels.protocol import collectives as protocol
 from epcomm.kernels.protocol.collectives import CollectiveRegions
+from epcomm.kernels.target import Kernel
 from epcomm.operation import Operation, parameter_block
 from epcomm.runtime import Runtime
 
@@ -77,22 +72,26 @@ class Binder:
 
     def barrier(self, text: str) -> Operation:
         """A barrier in which all ranks must pass the same text."""
-        return self._operation(barrier, self._block(), text)
+        return self._operation(self.runtime.target.barrier(), self._block(), text)
 
     def reduce(self, text: str, num_bytes: int, dtype: torch.dtype, op: str, algorithm: str, root: int) -> Operation:
         """Allreduce, or with `root` >= 0 a reduce to that rank."""
         args = self._block()
-        args[protocol.REDUCE] = reduction(dtype, op).address
         args[protocol.ROOT] = root
         if algorithm == "auto":
             algorithm = "one_shot" if num_bytes <= protocol.ONE_SHOT_BYTES else "two_shot"
         if num_bytes == 0:
             algorithm = "one_shot"  # no chunk, no wait: in two shots ranks would not even meet
-        kernel = {"one_shot": allreduce_one_shot, "two_shot": allreduce_two_shot}[algorithm]
-        return self._operation(kernel, args, text)
+        return self._operation(self.runtime.target.reduce(args, algorithm, dtype, op), args, text)
 
     def exchange(
-        self, text: str, table: list[list[int]], max_pair_bytes: int, *, shared: bool = False, reduce: int = 0
+        self,
+        text: str,
+        table: list[list[int]],
+        max_pair_bytes: int,
+        *,
+        shared: bool = False,
+        reduction: tuple[torch.dtype, str] | None = None,
     ) -> Operation:
         """Data movement. `table`: send offsets, send bytes, receive offsets, receive bytes, each by peer."""
         args = self._block()
@@ -100,8 +99,4 @@ class Binder:
         args[protocol.TABLE] = rows.ctypes.data
         args[protocol.MAX_PAIR_BYTES] = max_pair_bytes
         args[protocol.SHARED] = shared
-        args[protocol.REDUCE] = reduce
-        return self._operation(exchange, args, text, rows)
-
-    def reduction_address(self, dtype: torch.dtype, op: str) -> int:
-        return reduction(dtype, op).address
+        return self._operation(self.runtime.target.exchange(args, reduction), args, text, rows)

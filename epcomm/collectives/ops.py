@@ -26,7 +26,7 @@ from epcomm.collectives.checks import (
 )
 from epcomm.device.cpu.memory import STREAMING_BYTES
 from epcomm.errors import ConfigError, UnsupportedError
-from epcomm.kernels.cpu.reduction import supported_ops
+from epcomm.kernels.protocol.arithmetic import supported_ops
 from epcomm.kernels.protocol.collectives import ONE_SHOT_BYTES
 from epcomm.operation import Operation
 from epcomm.runtime import Runtime
@@ -127,13 +127,12 @@ class Collectives:
         operation = self._bind_reduce("allreduce", x, op, algorithm, -1)
         num_bytes = _num_bytes(x)
         values = (x.data_ptr(), result.data_ptr(), num_bytes, num_bytes > STREAMING_BYTES)
-        launch, block = self.runtime.bind(operation, *values)
-        address, fifo, runtime = block.ctypes.data, self._fifo, self.runtime
+        launch, fifo, runtime = self.runtime.bind(operation, *values), self._fifo, self.runtime
 
-        def call(keep: Any = (x, result, block)) -> torch.Tensor:
+        def call(keep: Any = (x, result)) -> torch.Tensor:
             if fifo.pending:
                 fifo.call(lambda: runtime.run(operation, *values), None, False, operation.text)
-            elif status := launch(address):
+            elif status := launch():
                 runtime.settle(status, operation, runtime.context)
             return result
 
@@ -245,8 +244,8 @@ class Collectives:
         def bind() -> Operation:
             offsets = [rank * each for rank in self._everyone]
             text = f"reduce_scatter(x={x.dtype} {tuple(x.shape)}, op={op})"
-            reduce = self._binder.reduction_address(x.dtype, op)
-            return self._binder.exchange(text, [offsets, [each] * size, [0] * size, [each] * size], each, reduce=reduce)
+            table = [offsets, [each] * size, [0] * size, [each] * size]
+            return self._binder.exchange(text, table, each, reduction=(x.dtype, op))
 
         return self._move(("reduce_scatter", x.shape, x.dtype, op), bind, x.contiguous(), result, async_op, timeout)
 

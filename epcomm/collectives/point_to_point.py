@@ -11,7 +11,6 @@ import torch
 from epcomm.collectives.checks import check_out, check_rank, check_tensor, check_timeout
 from epcomm.device import control
 from epcomm.errors import ConfigError, UnsupportedError
-from epcomm.kernels.cpu.point_to_point import recv, send
 from epcomm.kernels.protocol import collectives as protocol
 from epcomm.kernels.protocol.collectives import CollectiveRegions
 from epcomm.operation import Context, Operation, parameter_block
@@ -49,8 +48,8 @@ class PointToPoint:
             args[protocol.PEER] = peer
             args[protocol.INBOX] = self._regions.inbox + sender * self._regions.inbox_bytes
             args[protocol.COUNT] = self._runtime.generation << control.GENERATION_SHIFT
-            kernel = send if kind == "send" else recv
-            operation = Operation(kernel, args, kind)
+            target = self._runtime.target
+            operation = Operation(target.send() if kind == "send" else target.recv(), args, kind)
             context = self._runtime.new_context(sequenced=False)
             channel = _Channel(operation, context, Fifo(f"epcomm-{kind}-{peer}"))
             self._channels[kind, peer] = channel

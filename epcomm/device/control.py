@@ -30,7 +30,10 @@ IS_CLOSED = 9
 IS_OCCUPIED = 14  # 1 while a thread is in an operation
 # what the last failed wait was waiting for
 FAILED_PEER, FAILED_SITE, FAILED_WANTED, FAILED_FOUND = 10, 11, 12, 13
-PEERS = 16  # base addresses of all ranks' control segments follow
+# what the programs of a GPU launch share
+TICKET, LEFT = 15, 16  # programs that began and that ended so far, in order
+STATUS = 17  # what stopped one of them, OK if nothing did
+PEERS = 18  # base addresses of all ranks' control segments follow
 CONTEXT_WORDS = PEERS
 
 # ---- control region (byte offsets). One word per 128 bytes: adjacent lines are fetched together.

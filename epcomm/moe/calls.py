@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from epcomm.errors import CapacityError, ClosedError, ConfigError
-from epcomm.kernels.cpu.row_sum import ROW_SUM_DTYPES
 from epcomm.kernels.protocol import expert_parallel as protocol
+from epcomm.kernels.protocol.arithmetic import ROW_SUM_DTYPES
 from epcomm.moe.bind import Binder, Bound
 from epcomm.moe.checks import (
     INDEX_DTYPES,

@@ -26,32 +26,10 @@ from epcomm.device.cpu.arithmetic import (
 )
 from epcomm.device.cpu.compile import Kernel, kernel
 from epcomm.device.cpu.fold import Fold, make_fold
-from epcomm.errors import ConfigError, UnsupportedError
-
-OPS = ("sum", "avg", "min", "max", "prod", "band", "bor", "bxor")
-_ARITHMETIC = ("sum", "avg", "min", "max", "prod")
-_BITWISE = ("band", "bor", "bxor")
+from epcomm.kernels.protocol.arithmetic import canonical_reduction
 
 #: ``int64 f(int64 destination, int64 sources, int64 num_sources, int64 num_bytes, int64 streaming)``
 REDUCTION_SIGNATURE = types.int64(*[types.int64] * 5)
-
-_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
-_UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
-_COMPLEX = {torch.complex64: torch.float32, torch.complex128: torch.float64}
-_AS_UNSIGNED = dict(zip(_SIGNED, _UNSIGNED, strict=True))
-_BOOL_OPS = {"sum": "bor", "max": "bor", "bor": "bor", "prod": "band", "min": "band", "band": "band", "bxor": "bxor"}
-
-
-def supported_ops(dtype: torch.dtype) -> tuple[str, ...]:
-    """The reductions that exist for a dtype; none for a dtype that can only be moved."""
-    if dtype in _FLOATS:
-        return _ARITHMETIC
-    if dtype in _SIGNED or dtype in _UNSIGNED:
-        return _ARITHMETIC + _BITWISE
-    if dtype is torch.bool:
-        return tuple(op for op in OPS if op in _BOOL_OPS)
-    return ("sum", "avg") if dtype in _COMPLEX else ()
 
 
 @functools.cache
@@ -66,24 +44,8 @@ def reduction(dtype: torch.dtype, op: str) -> Kernel:
     integers wrap, and ``avg`` is the sum divided by `num_sources`, truncated toward zero for integers. For bool,
     ``sum`` and ``max`` are or, ``prod`` and ``min`` are and. Complex numbers are reduced by components.
     """
-    if op not in OPS:
-        raise ConfigError(f"reduction op must be one of {', '.join(OPS)}; got {op!r}")
-    if op not in supported_ops(dtype):
-        wanted = ", ".join(supported_ops(dtype)) or "no reductions, only operations that move data"
-        raise UnsupportedError(f"{op} of {dtype} is not supported; {dtype} supports {wanted}")
-    canonical = _same_bits(dtype, op)
+    canonical = canonical_reduction(dtype, op)
     return _compile(*canonical) if canonical == (dtype, op) else reduction(*canonical)
-
-
-def _same_bits(dtype: torch.dtype, op: str) -> tuple[torch.dtype, str]:
-    """The dtype and op whose kernel serves this one, since the bits are the same."""
-    if dtype in _COMPLEX:
-        return _COMPLEX[dtype], op
-    if dtype is torch.bool:
-        return torch.uint8, _BOOL_OPS[op]
-    if dtype in _AS_UNSIGNED and op not in ("avg", "min", "max"):
-        return _AS_UNSIGNED[dtype], op
-    return dtype, op
 
 
 def _compile(dtype: torch.dtype, op: str) -> Kernel:

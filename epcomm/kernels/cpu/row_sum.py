@@ -16,9 +16,7 @@ from epcomm.device.cpu.arithmetic import F64, FORMATS, call_intrinsic, element_o
 from epcomm.device.cpu.compile import Kernel, kernel
 from epcomm.device.cpu.fold import Fold, make_fold
 from epcomm.device.cpu.memory import zero_bytes
-from epcomm.errors import UnsupportedError
-
-ROW_SUM_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+from epcomm.kernels.protocol.arithmetic import check_row_sum
 
 #: ``int64 f(int64 destination, int64 sources, int64 weights, int64 num_sources, int64 num_elements, int64 streaming)``
 ROW_SUM_SIGNATURE = types.int64(*[types.int64] * 6)
@@ -36,10 +34,8 @@ def row_sum(input_dtype: torch.dtype, output_dtype: torch.dtype) -> Kernel:
     caller fences before it signals. It is 0, 1, or the address of `num_sources` addresses that the next call reads:
     those rows' first bytes are then fetched during this row's last, half as fast again for two sources of 14 KiB.
     """
+    check_row_sum(input_dtype, output_dtype)
     for dtype in (input_dtype, output_dtype):
-        if dtype not in ROW_SUM_DTYPES:
-            wanted = ", ".join(str(dtype) for dtype in ROW_SUM_DTYPES)
-            raise UnsupportedError(f"weighted sums of rows exist for {wanted}; got {dtype}")
         FORMATS[dtype].check_available()
     name = "row_sum-" + "-".join(str(dtype).removeprefix("torch.") for dtype in (input_dtype, output_dtype))
     source, target = FORMATS[input_dtype], FORMATS[output_dtype]

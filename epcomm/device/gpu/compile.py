@@ -1,0 +1,57 @@
+"""Declares Triton kernels: what they are called, how many programs they need, and which constants they are made for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import triton
+import triton.language as tl
+
+#: names of a kernel's arguments, all int64, before its call words: the context, the parameter block, the fingerprint
+LEADING = ("ctx", "args", "fingerprint")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel, perhaps with constants: an *arm* of it. It takes LEADING, CALL_WORDS numbers, and its constants.
+
+    ``programs`` says how many programs are launched when rows or channels are shared out among `n`.
+    """
+
+    name: str
+    function: Any
+    programs: Callable[[int], int]
+    num_warps: int
+    constants: dict[str, Any] = field(default_factory=dict)
+    is_single = False  # for `Operation`: no pool of threads is involved
+
+    @property
+    def address(self) -> Kernel:
+        """What a launch takes; of a kernel on the CPU target it is the address of its code."""
+        return self
+
+    def made_for(self, **constants: Any) -> Kernel:
+        """The arm with these constants."""
+        return replace(self, constants={**self.constants, **constants})
+
+
+def kernel(name: str, *, programs: Callable[[int], int], num_warps: int = 8) -> Callable[[Any], Kernel]:
+    """Declares a kernel."""
+
+    def declare(function: Any) -> Kernel:
+        function.__globals__.setdefault("tl", tl)  # the interpreter patches what it finds there
+        return Kernel(name, triton.jit(function), programs, num_warps)
+
+    return declare
+
+
+def one(num_programs: int) -> int:
+    """`programs` of a kernel that one program does."""
+    return 1
+
+
+def all_programs(num_programs: int) -> int:
+    """`programs` of a kernel without phases."""
+    return num_programs

@@ -1,0 +1,50 @@
+"""What Triton has no words for: as PTX when compiled, as Python under the interpreter. The only inline assembly.
+
+Triton decides at import which of the two it is (`INTERPRETED`).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import triton
+import triton.language as tl
+from triton.language import core
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+if INTERPRETED:
+    from triton.runtime.interpreter import InterpretedFunction, TensorHandle
+
+    def device(function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorates a function that kernels call. (`triton.jit` would patch all of Triton anew in each call of it.)"""
+        return InterpretedFunction(function).rewrite()
+
+    def clock_ns() -> Any:
+        """A clock in nanoseconds."""
+        return core.tensor(TensorHandle(np.array([time.monotonic_ns()], np.int64), tl.int64), tl.int64)
+
+    def relax() -> None:
+        """Leaves the core to whoever is waited for."""
+        os.sched_yield()
+
+else:
+    device = triton.jit
+
+    @core.extern
+    def clock_ns(_semantic: Any = None) -> Any:
+        """The GPU's clock in nanoseconds."""
+        return core.inline_asm_elementwise(
+            "mov.u64 $0, %globaltimer;", "=l", [], dtype=core.int64, is_pure=False, pack=1, _semantic=_semantic
+        )
+
+    @core.extern
+    def relax(_semantic: Any = None) -> Any:
+        """Leaves issue slots and the memory system to whoever is waited for."""
+        return core.inline_asm_elementwise(
+            "nanosleep.u32 40; mov.u32 $0, 0;", "=r", [], dtype=core.int32, is_pure=False, pack=1, _semantic=_semantic
+        )

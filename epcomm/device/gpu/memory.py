@@ -1,0 +1,137 @@
+"""Loads, stores, atomics and copies on raw addresses (int64), as on the CPU target.
+
+Payload moves in tiles of `TILE_BYTES`. A *wide* tile is of 16-byte accesses: its address and its rows' length must be
+multiples of 16. Anything else moves in bytes.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from epcomm.device.gpu.machine import device
+
+TILE_BYTES = tl.constexpr(16384)  # a bfloat16 row of 8192: the rows of most models go in one tile
+NARROW_TILE_BYTES = tl.constexpr(1024)
+
+
+@device
+def word(address, index):
+    """Word `index` of a block of 64-bit words. Not for words that others write meanwhile."""
+    return tl.load((address + index * 8).to(tl.pointer_type(tl.int64)))
+
+
+@device
+def set_word(address, index, value):
+    tl.store((address + index * 8).to(tl.pointer_type(tl.int64)), tl.cast(value, tl.int64))
+
+
+@device
+def load32(address):
+    return tl.load(address.to(tl.pointer_type(tl.int32)))
+
+
+@device
+def store32(address, value):
+    tl.store(address.to(tl.pointer_type(tl.int32)), tl.cast(value, tl.int32))
+
+
+@device
+def load64(address):
+    return tl.load(address.to(tl.pointer_type(tl.int64)))
+
+
+@device
+def load_float(address):
+    return tl.load(address.to(tl.pointer_type(tl.float32)))
+
+
+@device
+def store_float(address, value):
+    tl.store(address.to(tl.pointer_type(tl.float32)), tl.cast(value, tl.float32))
+
+
+@device
+def load_acquire(address):
+    """A word that another program or rank raises, and after it all that was written before it was raised."""
+    return tl.atomic_add(address.to(tl.pointer_type(tl.int64)), tl.cast(0, tl.int64), sem="acquire", scope="sys")
+
+
+@device
+def store_release(address, value):
+    """Writes a word that others wait for, after all that this program's threads wrote."""
+    tl.debug_barrier()
+    tl.atomic_xchg(address.to(tl.pointer_type(tl.int64)), tl.cast(value, tl.int64), sem="release", scope="sys")
+
+
+@device
+def fetch_add(address, value):
+    """Adds to a word of this rank; what earlier adders wrote is visible afterwards."""
+    tl.debug_barrier()
+    return tl.atomic_add(address.to(tl.pointer_type(tl.int64)), tl.cast(value, tl.int64), sem="acq_rel", scope="gpu")
+
+
+@device
+def compare_exchange(address, expected, value):
+    """Writes `value` if the word is `expected`; returns what it found."""
+    pointer = address.to(tl.pointer_type(tl.int64))
+    return tl.atomic_cas(pointer, tl.cast(expected, tl.int64), tl.cast(value, tl.int64), sem="acq_rel", scope="sys")
+
+
+@device
+def is_wide(a, b, num_bytes):
+    """True if rows of `num_bytes` at these addresses or strides can move in 16-byte accesses."""
+    return ((a | b | num_bytes) & 15) == 0
+
+
+@device
+def load_tile(address, start, num_bytes, WIDE: tl.constexpr, TILE: tl.constexpr):
+    """Bytes [start, start + TILE) of a row of `num_bytes`; `start` is a multiple of TILE."""
+    if WIDE:
+        pointer = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
+        at = start // 4 + tl.arange(0, TILE // 4)
+        return tl.load(pointer + at, mask=at < tl.multiple_of(num_bytes // 4, 4), other=0)
+    else:
+        pointer = address.to(tl.pointer_type(tl.int8))
+        at = start + tl.arange(0, TILE)
+        return tl.load(pointer + at, mask=at < num_bytes, other=0)
+
+
+@device
+def store_tile(address, start, num_bytes, tile, WIDE: tl.constexpr, TILE: tl.constexpr):
+    """The counterpart of `load_tile`."""
+    if WIDE:
+        pointer = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
+        at = start // 4 + tl.arange(0, TILE // 4)
+        tl.store(pointer + at, tile, mask=at < tl.multiple_of(num_bytes // 4, 4))
+    else:
+        pointer = address.to(tl.pointer_type(tl.int8))
+        at = start + tl.arange(0, TILE)
+        tl.store(pointer + at, tile, mask=at < num_bytes)
+
+
+@device
+def _copy_tiles(to, source, num_bytes, WIDE: tl.constexpr, TILE: tl.constexpr):
+    start = tl.cast(0, tl.int64)
+    while start < num_bytes:
+        left = tl.minimum(num_bytes - start, TILE)
+        store_tile(to + start, 0, left, load_tile(source + start, 0, left, WIDE, TILE), WIDE, TILE)
+        start += TILE
+
+
+@device
+def copy(to, source, num_bytes):
+    """Copies `num_bytes` with all threads of this program."""
+    if is_wide(to, source, num_bytes):
+        _copy_tiles(to, source, num_bytes, True, TILE_BYTES)
+    else:
+        _copy_tiles(to, source, num_bytes, False, NARROW_TILE_BYTES)
+
+
+@device
+def zero_bytes(to, num_bytes):
+    """Zeroes `num_bytes`."""
+    start = tl.cast(0, tl.int64)
+    while start < num_bytes:
+        at = start + tl.arange(0, NARROW_TILE_BYTES)
+        tl.store(to.to(tl.pointer_type(tl.int8)) + at, tl.zeros((NARROW_TILE_BYTES,), tl.int8), mask=at < num_bytes)
+        start += NARROW_TILE_BYTES

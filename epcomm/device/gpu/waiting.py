@@ -1,0 +1,148 @@
+"""Signals and waits, and how a program enters and leaves an operation. The same words and rules as on the CPU target.
+
+Triton has no early return from a loop: a kernel carries its status along, and what comes after a failure is skipped.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from epcomm.device import control
+from epcomm.device.gpu.machine import clock_ns, device, relax
+from epcomm.device.gpu.memory import (
+    compare_exchange,
+    fetch_add,
+    load64,
+    load_acquire,
+    set_word,
+    store_release,
+    word,
+)
+
+
+@device
+def peer(ctx, rank):
+    """Base address of `rank`'s control segment."""
+    return word(ctx, control.PEERS + rank)
+
+
+@device
+def aborted(ctx):
+    """True once this rank's abort word was raised in this generation or a later one."""
+    own = peer(ctx, word(ctx, control.RANK))
+    return (load_acquire(own + control.ABORT_WORD) >> control.GENERATION_SHIFT) >= word(ctx, control.GENERATION)
+
+
+@device
+def _push_header(ctx, sequence, fingerprint):
+    """Tells every peer which operation this rank is in: (sequence, fingerprint) into its ring of this rank."""
+    me = word(ctx, control.RANK)
+    slot = control.HEADERS + me * control.HEADER_BYTES + (sequence % control.HEADER_RING) * 16
+    for rank in range(word(ctx, control.SIZE)):
+        if rank != me:
+            set_word(peer(ctx, rank) + slot, 1, fingerprint)
+            store_release(peer(ctx, rank) + slot, sequence)
+
+
+@device
+def enter(ctx, fingerprint):
+    """(number of this program in the order of starting, which CUDA doesn't promise of its ids; status).
+
+    The first one begins the operation: it takes a sequence number and tells the peers what it is, unless the
+    fingerprint is 0 (send and recv have no sequence). After a failure the status is ABORTED and nothing begins.
+    """
+    program = fetch_add(ctx + control.TICKET * 8, 1)
+    status = tl.cast(control.OK, tl.int64)
+    if aborted(ctx):
+        status = tl.cast(control.ABORTED, tl.int64)
+    elif program == 0:
+        if fingerprint != 0:
+            sequence = word(ctx, control.SEQUENCE) + 1
+            set_word(ctx, control.SEQUENCE, sequence)
+            set_word(ctx, control.FINGERPRINT, fingerprint)
+            _push_header(ctx, sequence, fingerprint)
+    return program, status
+
+
+@device
+def leave(ctx, status):
+    """Ends this program; the last one makes the context ready for the next launch."""
+    if status == control.ABORTED:
+        compare_exchange(ctx + control.STATUS * 8, control.OK, status)  # what stopped another one says more
+    elif status != control.OK:
+        store_release(ctx + control.STATUS * 8, status)
+    if fetch_add(ctx + control.LEFT * 8, 1) == tl.num_programs(0) - 1:
+        set_word(ctx, control.TICKET, 0)
+        set_word(ctx, control.LEFT, 0)
+
+
+@device
+def _other_fingerprint(ctx, fingerprint, rank):
+    """What `rank` is calling under this rank's sequence number, or 0 if that is the same operation or not known yet."""
+    sequence = load64(ctx + control.SEQUENCE * 8)
+    own = peer(ctx, word(ctx, control.RANK))
+    slot = own + control.HEADERS + rank * control.HEADER_BYTES + (sequence % control.HEADER_RING) * 16
+    found = tl.cast(0, tl.int64)
+    if fingerprint != 0:
+        if load_acquire(slot) == sequence:
+            found = load_acquire(slot + 8)
+            # the peer may be overwriting the entry with a later operation: only an unchanged entry counts
+            if (found == fingerprint) | (load_acquire(slot) != sequence):
+                found = tl.cast(0, tl.int64)
+    return found
+
+
+@device
+def _record(ctx, rank, site, wanted, found):
+    """Leaves word of what the last failed wait was waiting for."""
+    set_word(ctx, control.FAILED_PEER, rank)
+    set_word(ctx, control.FAILED_SITE, site)
+    set_word(ctx, control.FAILED_WANTED, wanted)
+    set_word(ctx, control.FAILED_FOUND, found)
+
+
+@device
+def wait(ctx, fingerprint, address, value, rank, site):
+    """Waits until the word at `address`, raised by `rank`, is >= `value`; `site` says which edge that closes.
+
+    Returns OK, or why it gave up: ABORTED, MISMATCH (the peer is in another operation), TIMEOUT.
+    """
+    status = tl.cast(control.OK, tl.int64)
+    found = load_acquire(address)
+    if found < value:
+        started = clock_ns()
+        timeout = word(ctx, control.TIMEOUT_NS)
+        while (found < value) & (status == control.OK):
+            relax()
+            stop = aborted(ctx)
+            late = clock_ns() - started > timeout
+            other = _other_fingerprint(ctx, fingerprint, rank)
+            found = load_acquire(address)  # after the others: what a peer raised before it failed counts
+            if found < value:
+                if stop:
+                    status = tl.cast(control.ABORTED, tl.int64)
+                elif other != 0:
+                    status = tl.cast(control.MISMATCH, tl.int64)
+                    _record(ctx, rank, site, value, other)
+                elif late:
+                    status = tl.cast(control.TIMEOUT, tl.int64)
+                    _record(ctx, rank, site, value, found)
+    return status
+
+
+@device
+def meet(ctx, fingerprint, address, value, rank, site):
+    """`wait`, for the first wait on a peer in an operation: fails if the peer is in another one."""
+    status = wait(ctx, fingerprint, address, value, rank, site)
+    if status == control.OK:
+        other = _other_fingerprint(ctx, fingerprint, rank)
+        if other != 0:
+            status = tl.cast(control.MISMATCH, tl.int64)
+            _record(ctx, rank, site, value, other)
+    return status
+
+
+@device
+def signal(address, value):
+    """Raises the word at `address`, after every earlier store of this program's threads."""
+    store_release(address, value)

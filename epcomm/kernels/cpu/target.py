@@ -1,0 +1,80 @@
+"""The CPU target: Numba kernels, run by the calling thread and the rank's pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from epcomm.device.cpu.compile import Kernel
+from epcomm.device.cpu.launch import BOUND_WORDS, load_run, load_run_bound
+from epcomm.kernels.cpu.allreduce_one_shot import allreduce_one_shot
+from epcomm.kernels.cpu.allreduce_two_shot import allreduce_two_shot
+from epcomm.kernels.cpu.barrier import barrier
+from epcomm.kernels.cpu.combine import combine
+from epcomm.kernels.cpu.counts import exchange_counts
+from epcomm.kernels.cpu.dispatch import dispatch
+from epcomm.kernels.cpu.exchange import exchange
+from epcomm.kernels.cpu.point_to_point import recv, send
+from epcomm.kernels.cpu.reduction import reduction
+from epcomm.kernels.cpu.route import route
+from epcomm.kernels.cpu.row_sum import row_sum
+from epcomm.kernels.protocol import collectives, expert_parallel
+
+
+class _BoundCall:
+    """A block of words and the compiled function that runs it."""
+
+    __slots__ = ("_address", "_block", "_run")
+
+    def __init__(self, values: Sequence[int]):
+        self._block = np.zeros(BOUND_WORDS, dtype=np.int64)
+        self._block[: len(values)] = values
+        self._address, self._run = self._block.ctypes.data, load_run_bound()
+
+    def __call__(self) -> int:
+        return self._run(self._address)
+
+
+class CpuTarget:
+    """See `kernels.target.Target`."""
+
+    name = "cpu"
+
+    def __init__(self) -> None:
+        self.launch = load_run()
+
+    def bind(self, ctx: int, kernel: int, args: int, fingerprint: int, values: Sequence[int]) -> Callable[[], int]:
+        return _BoundCall((ctx, kernel, args, fingerprint, *values))
+
+    def barrier(self) -> Kernel:
+        return barrier
+
+    def reduce(self, args: np.ndarray, algorithm: str, dtype: torch.dtype, op: str) -> Kernel:
+        args[collectives.REDUCE] = reduction(dtype, op).address
+        return {"one_shot": allreduce_one_shot, "two_shot": allreduce_two_shot}[algorithm]
+
+    def exchange(self, args: np.ndarray, reduction_of: tuple[torch.dtype, str] | None) -> Kernel:
+        args[collectives.REDUCE] = 0 if reduction_of is None else reduction(*reduction_of).address
+        return exchange
+
+    def send(self) -> Kernel:
+        return send
+
+    def recv(self) -> Kernel:
+        return recv
+
+    def route(self) -> Kernel:
+        return route
+
+    def exchange_counts(self) -> Kernel:
+        return exchange_counts
+
+    def dispatch(self) -> Kernel:
+        return dispatch
+
+    def combine(self, records: np.ndarray, dtypes: Sequence[tuple[torch.dtype, torch.dtype]]) -> Kernel:
+        for record, (rows, result) in zip(records, dtypes, strict=True):
+            record[expert_parallel.T_ROW_SUM] = row_sum(rows, result).address
+        return combine

@@ -1,0 +1,64 @@
+"""What runs a rank's kernels. The layers above bind operations through this and don't know which target it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+
+class Kernel(Protocol):
+    """A kernel of some target; `address` is what its launch takes, `is_single` that a pool of threads can sleep on."""
+
+    @property
+    def address(self) -> Any: ...
+
+    @property
+    def is_single(self) -> bool: ...
+
+
+class Target(Protocol):
+    """Kernels by operation, and their launch. Blocks (``ctx``, ``args``) are addresses of 64-bit words.
+
+    A method that gets ``args`` also writes there what its kernel looks up at run time.
+    """
+
+    name: str
+
+    def launch(self, ctx: int, kernel: Any, args: int, fingerprint: int, a: int, b: int, c: int, d: int, e: int,
+               f: int) -> int:  # fmt: skip
+        """Runs a kernel as the next operation of the context; the numbers are its call words. Returns a status.
+
+        A fingerprint of 0 marks an operation outside of the sequence.
+        """
+
+    def bind(self, ctx: int, kernel: Any, args: int, fingerprint: int, values: Sequence[int]) -> Callable[[], int]:
+        """`launch` with everything resolved, for hot loops."""
+
+    def barrier(self) -> Kernel: ...
+
+    def reduce(self, args: np.ndarray, algorithm: str, dtype: torch.dtype, op: str) -> Kernel:
+        """Allreduce or reduce by "one_shot" or "two_shot"."""
+
+    def exchange(self, args: np.ndarray, reduction: tuple[torch.dtype, str] | None) -> Kernel:
+        """Data movement, or with a reduction a reduce-scatter."""
+
+    def send(self) -> Kernel: ...
+
+    def recv(self) -> Kernel: ...
+
+    def route(self) -> Kernel: ...
+
+    def exchange_counts(self) -> Kernel: ...
+
+    def dispatch(self) -> Kernel: ...
+
+    def combine(self, records: np.ndarray, dtypes: Sequence[tuple[torch.dtype, torch.dtype]]) -> Kernel:
+        """`records` describe the tensors (see the protocol), whose dtypes are (expert outputs, results)."""
+
+
+#: makes the target of new communicators; None: the CPU's
+make_target: ContextVar[Callable[[], Target] | None] = ContextVar("epcomm_make_target", default=None)
