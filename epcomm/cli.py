@@ -1,4 +1,4 @@
-"""The `epcomm` command: `info`, `demo`, and in a checkout `bench`."""
+"""The `epcomm` command: `info`, `demo`, `model`, and in a checkout `bench`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from epcomm.model.commands import app as model_commands
+
 app = typer.Typer(
     help="Expert parallelism and collectives between the ranks of an ML job. In a checkout: `epcomm bench`.",
     no_args_is_help=True,
 )
+app.add_typer(model_commands, name="model")
 _CHECKOUT = Path(__file__).resolve().parents[1]
 console = Console()
 
