@@ -98,8 +98,7 @@ class Communicator:
     Attributes: ``rank``, ``size``, ``device``, ``transport``, ``closed``. Every method but `check`, `abort` and those
     for messages is collective: all ranks call the same operations in the same order. Tensors are on cpu; results are
     new tensors unless `out` is given (``out is x`` works in place); with ``async_op=True`` they are a `Work`. Instead
-    of hanging, operations raise `MismatchError`, `PeerFailedError`, `PeerLostError` or `TimeoutError`; the communicator
-    is then failed until `reset`. SIGINT ends a wait of the main thread.
+    of hanging, operations raise `MismatchError`, `PeerFailedError`, `PeerLostError` or `TimeoutError`; then `reset`.
     """
 
     transport = "shared_memory"

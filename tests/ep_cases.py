@@ -17,6 +17,7 @@ from failure_cases import raised_by
 import epcomm
 from epcomm.errors import PeerFailedError
 from epcomm.testing.adversary import delay_operations
+from epcomm.testing.interpreter import kernels_of
 from epcomm.testing.oracle import Combined, Exchange, combined, even_placement, received_weights
 from epcomm.testing.ranks import run_ranks
 from epcomm.testing.routing import TOKENS, choose_experts, payload, weights
@@ -203,12 +204,16 @@ def on_ranks(
     longest: float = 0.001,
     disturb: int | None = None,
     timeout: float = 60.0,
+    kernels: str = "numba",
     **init: Any,
 ) -> list[Any]:
-    """Runs ``body(communicator, *args)`` on all ranks, with random pauses of up to `longest` around operations."""
+    """Runs ``body(communicator, *args)`` on all ranks, with random pauses of up to `longest` around operations.
+
+    `kernels`: "triton", "numba", or "mixed": odd ranks have Triton's.
+    """
 
     def run() -> Any:
-        with epcomm.init(timeout=30.0, **init) as comm:
+        with kernels_of(kernels), epcomm.init(timeout=30.0, **init) as comm:
             if longest:
                 delay_operations(comm, seed=world, longest=longest)
             return body(comm, *args)

@@ -38,9 +38,9 @@ class Binder:
         self._target = runtime.target
         self.route = self._operation(self._target.route(), f"route({name})")
         self.route_context = runtime.new_context(sequenced=False)  # it meets no peer
-        self.exchange_counts = self._operation(
-            self._target.exchange_counts(), f"exchange of counts of route({name})"
-        )
+        self._sizes = config.num_experts, runtime.size
+        exchange_counts = self._target.exchange_counts(*self._sizes)
+        self.exchange_counts = self._operation(exchange_counts, f"exchange of counts of route({name})")
 
     def _operation(self, kernel: Kernel, text: str, variant: Any = None) -> Operation:
         """`variant` tells apart operations that are the same to peers."""
@@ -77,7 +77,7 @@ class Binder:
             f"dispatch({self._name}, x=[{_describe(x)}], topk={topk}, {index_dtype}, "
             f"topk_weights={'given' if has_weights else None})"
         )
-        operation = self._operation(self._target.dispatch(), text)
+        operation = self._operation(self._target.dispatch(*self._sizes), text)
         return self._bound(operation, *self._table(x, self._memory.regions.rows))
 
     def combine(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from epcomm.rendezvous import launched_rank
 
 
 @contextmanager
@@ -23,3 +25,15 @@ def interpreted_kernels(num_programs: int = 2) -> Iterator[None]:
         yield
     finally:
         make_target.reset(token)
+
+
+def kernels_of(kind: str) -> AbstractContextManager[None]:
+    """`interpreted_kernels` on the ranks of a launch that have them: "triton" all, "mixed" the odd ones, "numba" none.
+
+    Ranks differ in how many programs they run.
+    """
+    launched = launched_rank.get()
+    rank = 0 if launched is None else launched.rank
+    if kind == "triton" or (kind == "mixed" and rank % 2 == 1):
+        return interpreted_kernels(1 + rank % 3)
+    return nullcontext()

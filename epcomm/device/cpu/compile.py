@@ -25,7 +25,8 @@ from numba import types
 from numba.core.caching import CompileResultCacheImpl, FunctionCache
 
 _PACKAGE = Path(__file__).resolve().parents[2]
-_SOURCES = ("device", "kernels")
+#: what a kernel can be made from: not the other target's
+_SOURCES = ("device/*.py", "device/cpu/*.py", "kernels/protocol/*.py", "kernels/cpu/*.py")
 
 #: ``int64 kernel(int64 ctx, int64 args, int64 program, int64 num_programs)``
 KERNEL_SIGNATURE = types.int64(types.int64, types.int64, types.int64, types.int64)
@@ -38,8 +39,8 @@ device = numba.njit(nogil=True, error_model="numpy")
 def cache_directory() -> Path:
     """Where compiled kernels are kept: ``$XDG_CACHE_HOME/epcomm/<hash>``, or under the home or temporary folder."""
     digest = hashlib.sha256()
-    for folder in _SOURCES:
-        for path in sorted((_PACKAGE / folder).rglob("*.py")):
+    for pattern in _SOURCES:
+        for path in sorted(_PACKAGE.glob(pattern)):
             digest.update(str(path.relative_to(_PACKAGE)).encode())
             digest.update(path.read_bytes())
     cpu = llvm.get_host_cpu_name() + llvm.get_host_cpu_features().flatten()

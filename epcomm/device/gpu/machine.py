@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 import triton
 import triton.language as tl
 from triton.language import core
@@ -24,6 +25,14 @@ if INTERPRETED:
         """Decorates a function that kernels call. (`triton.jit` would patch all of Triton anew in each call of it.)"""
         return InterpretedFunction(function).rewrite()
 
+    def rounded(values: Any, dtype: Any) -> Any:
+        """`values` in another format, rounded to nearest even. (The interpreter's own cast to bfloat16 truncates.)"""
+        if dtype == tl.bfloat16 and values.dtype != tl.bfloat16:
+            nearest = torch.from_numpy(np.ascontiguousarray(values.handle.data)).to(torch.bfloat16)
+            handle = TensorHandle(nearest.view(torch.uint16).numpy(), tl.bfloat16)
+            return core.tensor(handle, values.type.with_element_ty(tl.bfloat16))
+        return values.to(dtype)
+
     def clock_ns() -> Any:
         """A clock in nanoseconds."""
         return core.tensor(TensorHandle(np.array([time.monotonic_ns()], np.int64), tl.int64), tl.int64)
@@ -32,8 +41,25 @@ if INTERPRETED:
         """Leaves the core to whoever is waited for."""
         os.sched_yield()
 
+    def widened(values: Any, dtype: Any) -> Any:
+        """`values` in a wider format, exactly. (The interpreter's own cast from bfloat16 garbles subnormals.)"""
+        if values.dtype == tl.bfloat16 and dtype == tl.float32:
+            bits = values.handle.data.astype(np.uint32) << np.uint32(16)
+            return core.tensor(TensorHandle(bits.view(np.float32), dtype), values.type.with_element_ty(dtype))
+        return values.to(dtype)
+
 else:
     device = triton.jit
+
+    @triton.jit
+    def widened(values, dtype: tl.constexpr):
+        """`values` in a wider format, exactly."""
+        return values.to(dtype)
+
+    @triton.jit
+    def rounded(values, dtype: tl.constexpr):
+        """`values` in another format, rounded to nearest even."""
+        return values.to(dtype)
 
     @core.extern
     def clock_ns(_semantic: Any = None) -> Any:

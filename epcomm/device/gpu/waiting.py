@@ -66,14 +66,16 @@ def enter(ctx, fingerprint):
 
 @device
 def leave(ctx, status):
-    """Ends this program; the last one makes the context ready for the next launch."""
+    """Ends this program; the last one makes the context ready for the next launch, and gets True."""
     if status == control.ABORTED:
         compare_exchange(ctx + control.STATUS * 8, control.OK, status)  # what stopped another one says more
     elif status != control.OK:
         store_release(ctx + control.STATUS * 8, status)
-    if fetch_add(ctx + control.LEFT * 8, 1) == tl.num_programs(0) - 1:
+    is_last = fetch_add(ctx + control.LEFT * 8, 1) == tl.num_programs(0) - 1
+    if is_last:
         set_word(ctx, control.TICKET, 0)
         set_word(ctx, control.LEFT, 0)
+    return is_last
 
 
 @device
@@ -99,6 +101,13 @@ def _record(ctx, rank, site, wanted, found):
     set_word(ctx, control.FAILED_SITE, site)
     set_word(ctx, control.FAILED_WANTED, wanted)
     set_word(ctx, control.FAILED_FOUND, found)
+
+
+@device
+def stopped(ctx, status, rank, site, wanted, found):
+    """Records what a failed wait was waiting for; returns the status."""
+    _record(ctx, rank, site, wanted, found)
+    return tl.cast(status, tl.int64)
 
 
 @device

@@ -68,10 +68,10 @@ class CpuTarget:
     def route(self) -> Kernel:
         return route
 
-    def exchange_counts(self) -> Kernel:
+    def exchange_counts(self, num_experts: int, size: int) -> Kernel:
         return exchange_counts
 
-    def dispatch(self) -> Kernel:
+    def dispatch(self, num_experts: int, size: int) -> Kernel:
         return dispatch
 
     def combine(self, records: np.ndarray, dtypes: Sequence[tuple[torch.dtype, torch.dtype]]) -> Kernel:

@@ -7,10 +7,22 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+import triton
 
 from epcomm.device.gpu import interpreter
 from epcomm.device.gpu.compile import Kernel
+from epcomm.device.gpu.dtypes import triton_dtype
+from epcomm.kernels.gpu.allreduce_one_shot import allreduce_one_shot
+from epcomm.kernels.gpu.allreduce_two_shot import allreduce_two_shot
 from epcomm.kernels.gpu.barrier import barrier
+from epcomm.kernels.gpu.combine import combine
+from epcomm.kernels.gpu.counts import exchange_counts
+from epcomm.kernels.gpu.dispatch import dispatch
+from epcomm.kernels.gpu.exchange import NO_REDUCTION, exchange
+from epcomm.kernels.gpu.point_to_point import recv, send
+from epcomm.kernels.gpu.reduction import reduction_constants
+from epcomm.kernels.gpu.route import route
+from epcomm.kernels.protocol.arithmetic import check_row_sum
 
 
 class InterpretedTarget:
@@ -34,25 +46,34 @@ class InterpretedTarget:
         return barrier
 
     def reduce(self, args: np.ndarray, algorithm: str, dtype: torch.dtype, op: str) -> Kernel:
-        raise NotImplementedError
+        kernel = {"one_shot": allreduce_one_shot, "two_shot": allreduce_two_shot}[algorithm]
+        return kernel.made_for(**reduction_constants(dtype, op))
 
     def exchange(self, args: np.ndarray, reduction: tuple[torch.dtype, str] | None) -> Kernel:
-        raise NotImplementedError
+        return exchange.made_for(**(NO_REDUCTION if reduction is None else reduction_constants(*reduction)))
 
     def send(self) -> Kernel:
-        raise NotImplementedError
+        return send
 
     def recv(self) -> Kernel:
-        raise NotImplementedError
+        return recv
 
     def route(self) -> Kernel:
-        raise NotImplementedError
+        return route
 
-    def exchange_counts(self) -> Kernel:
-        raise NotImplementedError
+    def exchange_counts(self, num_experts: int, size: int) -> Kernel:
+        return exchange_counts.made_for(**_extents(num_experts, size))
 
-    def dispatch(self) -> Kernel:
-        raise NotImplementedError
+    def dispatch(self, num_experts: int, size: int) -> Kernel:
+        return dispatch.made_for(**_extents(num_experts, size))
 
     def combine(self, records: np.ndarray, dtypes: Sequence[tuple[torch.dtype, torch.dtype]]) -> Kernel:
-        raise NotImplementedError
+        for pair in dtypes:
+            check_row_sum(*pair)
+        rows, results = zip(*dtypes)
+        return combine.made_for(IN=tuple(map(triton_dtype, rows)), OUT=tuple(map(triton_dtype, results)))
+
+
+def _extents(num_experts: int, size: int) -> dict[str, int]:
+    """Tiles that hold something for each expert, and for each rank."""
+    return {"EXPERTS": triton.next_power_of_2(num_experts), "RANKS": triton.next_power_of_2(size)}

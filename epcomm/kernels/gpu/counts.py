@@ -1,0 +1,138 @@
+"""Exchange of counts, and from everyone's counts the exact place of every row. Throughput routing does it once.
+
+Edges
+  RAW  COUNTS of epoch e from a peer: its counts are in this rank's table of parity e.
+  WAR  the table of parity e was copied out by its owner before it raised COUNTS of e - 1, which this rank waited for.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from epcomm.device import control
+from epcomm.device.gpu.compile import kernel, one
+from epcomm.device.gpu.machine import device
+from epcomm.device.gpu.memory import copy, set_word, store32, word
+from epcomm.device.gpu.waiting import enter, leave, meet, signal
+from epcomm.kernels.protocol import expert_parallel as protocol
+from epcomm.kernels.protocol import sites
+
+
+@device
+def base_of(state, rank):
+    """Address of `rank`'s copy of the handle's segment."""
+    return word(word(state, protocol.BASES), rank)
+
+
+@device
+def signal_word(ctx, state, kind, at, source):
+    """Address, at rank `at`, of the word of `kind` that `source` raises."""
+    return base_of(state, at) + (kind * word(ctx, control.SIZE) + source) * control.LINE
+
+
+@device
+def _table(ctx, state, epoch):
+    """Offset of the count table of an exchange."""
+    size = word(ctx, control.SIZE)
+    row = 4 * (word(state, protocol.NUM_EXPERTS) + size)
+    return word(state, protocol.COUNT_TABLE) + (epoch & 1) * size * row
+
+
+@device
+def push_counts(ctx, state, routing, rank, epoch):
+    """Puts this rank's counts into `rank`'s table; the caller signals."""
+    me, row = word(ctx, control.RANK), 4 * (word(state, protocol.NUM_EXPERTS) + word(ctx, control.SIZE))
+    copy(base_of(state, rank) + _table(ctx, state, epoch) + me * row, word(routing, protocol.OWN_COUNTS), row)
+
+
+@device
+def _place_flat(table, columns, me, size, num_experts, base, rows_of, RANKS: tl.constexpr):
+    """Rows of a rank lie by source. Returns (the most rows of a rank, all rows)."""
+    rank = tl.arange(0, RANKS)
+    is_rank = rank < size
+    total, before = tl.zeros((RANKS,), tl.int64), tl.zeros((RANKS,), tl.int64)
+    for source in range(size):
+        at = source * columns + num_experts + rank
+        count = tl.load(table.to(tl.pointer_type(tl.int32)) + at, mask=is_rank, other=0).to(tl.int64)
+        before = tl.where(source < me, before + count, before)
+        total += count
+    tl.store(base.to(tl.pointer_type(tl.int32)) + num_experts + rank, before.to(tl.int32), mask=is_rank)
+    tl.store(rows_of.to(tl.pointer_type(tl.int32)) + rank, total.to(tl.int32), mask=is_rank)
+    return tl.max(total, 0), tl.sum(total, 0)
+
+
+@device
+def _place_by_expert(table, columns, me, size, state, base, rows_of, EXPERTS: tl.constexpr):
+    """Rows of a rank lie by local expert, then by source. Returns (the most rows of a rank, all rows)."""
+    num_experts, alignment = word(state, protocol.NUM_EXPERTS), word(state, protocol.ALIGNMENT)
+    lane = tl.arange(0, EXPERTS)
+    is_expert = lane < num_experts
+    expert = tl.load(word(state, protocol.ORDER).to(tl.pointer_type(tl.int32)) + lane, mask=is_expert, other=0)
+    owner = tl.load(word(state, protocol.OWNER).to(tl.pointer_type(tl.int32)) + expert, mask=is_expert, other=-1)
+    total, before = tl.zeros((EXPERTS,), tl.int64), tl.zeros((EXPERTS,), tl.int64)
+    for source in range(size):
+        at = source * columns + expert
+        count = tl.load(table.to(tl.pointer_type(tl.int32)) + at, mask=is_expert, other=0).to(tl.int64)
+        before = tl.where(source < me, before + count, before)
+        total += count
+    is_padded = word(state, protocol.LAYOUT) == protocol.PADDED
+    taken = tl.where(is_padded, total, (total + alignment - 1) // alignment * alignment)
+    first = tl.cumsum(taken, 0) - taken  # as if all ranks' rows were one array
+    most, all_rows = tl.cast(0, tl.int64), tl.cast(0, tl.int64)
+    for rank in range(size):
+        is_here = owner == rank
+        rows = tl.sum(tl.where(is_here, taken, 0), 0)
+        first = tl.where(is_here, first - all_rows, first)
+        store32(rows_of + 4 * rank, rows)
+        most = tl.maximum(most, rows)
+        all_rows += rows
+    start = tl.load(word(state, protocol.ORDER_START).to(tl.pointer_type(tl.int32)) + owner, mask=is_expert, other=0)
+    slot_rows = size * word(state, protocol.MAX_TOKENS)
+    first = tl.where(is_padded, (lane - start) * slot_rows, first)
+    row = (first + before).to(tl.int32)
+    tl.store(base.to(tl.pointer_type(tl.int32)) + expert, row, mask=is_expert)
+    return most, all_rows
+
+
+@device
+def place_rows(ctx, state, routing, epoch, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
+    """Copies the table of `epoch` out and computes where rows go. CAPACITY if some rank's are too many."""
+    me, size, num_experts = word(ctx, control.RANK), word(ctx, control.SIZE), word(state, protocol.NUM_EXPERTS)
+    columns = num_experts + size
+    table = base_of(state, me) + _table(ctx, state, epoch)
+    base, rows_of = word(routing, protocol.BASE), word(routing, protocol.ROWS_OF)
+    copy(word(routing, protocol.TABLE), table, 4 * size * columns)
+    most, all_rows = tl.cast(0, tl.int64), tl.cast(0, tl.int64)
+    if word(state, protocol.LAYOUT) == protocol.FLAT:
+        most, all_rows = _place_flat(table, columns, me, size, num_experts, base, rows_of, RANKS)
+    else:
+        most, all_rows = _place_by_expert(table, columns, me, size, state, base, rows_of, EXPERTS)
+    set_word(routing, protocol.MOST_ROWS, most)
+    set_word(routing, protocol.TOTAL_ROWS, all_rows)
+    status = tl.cast(control.OK, tl.int64)
+    if most > word(state, protocol.ROW_LIMIT):
+        status = tl.cast(control.CAPACITY, tl.int64)
+    return status
+
+
+@kernel("exchange_counts", programs=one, num_warps=4)
+def exchange_counts(ctx, args, fingerprint, routing, c1, c2, c3, c4, c5, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
+    program, status = enter(ctx, fingerprint)
+    state = word(args, protocol.STATE)
+    me, size = word(ctx, control.RANK), word(ctx, control.SIZE)
+    epoch = word(state, protocol.COUNT_EPOCH) + 1
+    kind = protocol.COUNTS + (epoch & 1)
+    if status == control.OK:
+        set_word(state, protocol.COUNT_EPOCH, epoch)
+        for distance in range(size):
+            rank = (me + distance) % size
+            push_counts(ctx, state, routing, rank, epoch)
+            signal(signal_word(ctx, state, kind, rank, me), epoch)
+    for distance in range(size):
+        rank = (me + distance) % size
+        if status == control.OK:
+            counted = signal_word(ctx, state, kind, me, rank)
+            status = meet(ctx, fingerprint, counted, epoch, rank, sites.ROUTE_COUNTS)  # RAW
+    if status == control.OK:
+        status = place_rows(ctx, state, routing, epoch, EXPERTS, RANKS)
+    leave(ctx, status)
