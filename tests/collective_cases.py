@@ -55,7 +55,9 @@ def addend(rank: int, shape: tuple[int, ...], dtype: torch.dtype, op: str, call:
     if choices is not None:
         values = torch.tensor(choices)[raw % len(choices)]
     elif op == "avg" and not dtype.is_floating_point:  # the sum of 7 must not wrap in 8 bits
-        values = raw % 35 - 17
+        values = raw % 35 - (17 if signed else 0)
+    elif op in ("min", "max") and not signed:
+        values = raw % 201
     else:
         values = raw % 201 - 100
         if op == "avg":

@@ -33,7 +33,7 @@ def launch(ctx: int, kernel: Kernel, args: int, fingerprint: int, words: tuple[i
         call_words: Any = (ctypes.c_int64 * CALL_WORDS).from_address(args)
         call_words[:] = words
         grid = (kernel.programs(num_programs),)
-        kernel.function[grid](ctx, args, fingerprint, *words, **kernel.constants)
+        kernel.function[grid](ctx, args, fingerprint, *call_words, **kernel.constants)
         return block[control.STATUS]
     except KeyboardInterrupt:
         block[control.TICKET] = block[control.LEFT] = 0

@@ -20,7 +20,7 @@ from epcomm.device.gpu.waiting import peer
 from epcomm.kernels.protocol.arithmetic import canonical_reduction
 
 TILE_BYTES = tl.constexpr(8192)  # 16-bit floats take twice as much in registers; twice of that was spilled
-NARROW_TILE_ITEMS = tl.constexpr(256)
+ITEM_TILE_ITEMS, BYTE_TILE_ITEMS = tl.constexpr(1024), tl.constexpr(256)
 
 
 def reduction_constants(dtype: torch.dtype, op: str) -> dict[str, Any]:
@@ -43,9 +43,9 @@ def reduce(ctx, to, own, staged, num_bytes, DTYPE: tl.constexpr, OP: tl.constexp
         wide_bytes = num_bytes // 16 * 16
     _reduce_tiles(ctx, to, own, staged, 0, wide_bytes, DTYPE, OP, WIDE, TILE_BYTES // ITEM)
     if addresses & (ITEM - 1) == 0:
-        _reduce_tiles(ctx, to, own, staged, wide_bytes, num_bytes, DTYPE, OP, ITEM, NARROW_TILE_ITEMS)
+        _reduce_tiles(ctx, to, own, staged, wide_bytes, num_bytes, DTYPE, OP, ITEM, ITEM_TILE_ITEMS)
     else:
-        _reduce_tiles(ctx, to, own, staged, wide_bytes, num_bytes, DTYPE, OP, 1, NARROW_TILE_ITEMS)
+        _reduce_tiles(ctx, to, own, staged, wide_bytes, num_bytes, DTYPE, OP, 1, BYTE_TILE_ITEMS)
 
 
 @device
