@@ -11,49 +11,55 @@ import numpy as np
 
 from epcomm.device import control
 from epcomm.device.cpu.launch import IS_SINGLE
-from epcomm.kernels.target import Kernel
+from epcomm.kernels.target import Kernel, Target
 
 _MESSAGES = 128  # records of point-to-point messages, whose texts may vary without end; the others are of operations
 
 
 @dataclass(slots=True)
 class Operation:
-    """A kernel bound to its parameters: what `Runtime.run` needs, resolved once (``kernel`` and ``address`` of args).
+    """A kernel bound to its parameters: what `Runtime.run` needs, resolved once (``kernel`` and ``handle`` of args).
 
     ``text`` names the operation and everything that must agree between ranks; its hash is the fingerprint.
     ``keep`` holds whatever owns memory that ``args`` points to.
     """
 
     code: Kernel
-    args: np.ndarray
+    args: ParameterBlock
     text: str
     fingerprint: int = 0
     keep: Any = None
     kernel: Any = field(init=False)
-    address: int = field(init=False)
+    handle: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        self.kernel, self.address = self.code.address, self.args.ctypes.data
-        self.args[IS_SINGLE] = self.code.is_single
+        self.kernel, self.handle = self.code.address, self.args.memory.handle
+        self.args.words[IS_SINGLE] = self.code.is_single
 
 
-def parameter_block(num_words: int) -> np.ndarray:
-    """A zeroed block of 64-bit words: first those `run` sets for each call, then the kernel's own."""
-    return np.zeros(max(num_words, IS_SINGLE + 1), dtype=np.int64)
+class ParameterBlock:
+    """Zeroed 64-bit words: first those that a launch sets for each call, then the kernel's own, which the host sets."""
+
+    __slots__ = ("memory", "words")
+
+    def __init__(self, target: Target, num_words: int):
+        self.memory = target.private(8 * max(num_words, IS_SINGLE + 1))
+        self.words = self.memory.array.view(np.int64)
 
 
 class Context:
-    """A context block (see `device.control`): its words, for the host, and its address, for kernels."""
+    """A context block (see `device.control`): its words, for the host, and its handle, for launches."""
 
-    __slots__ = ("__weakref__", "address", "words")
+    __slots__ = ("__weakref__", "handle", "memory", "words")
 
-    def __init__(self, num_words: int):
-        self.words = np.zeros(num_words, dtype=np.int64)
-        self.address = self.words.ctypes.data
+    def __init__(self, target: Target, num_words: int):
+        self.memory = target.private(8 * num_words)
+        self.handle, self.words = self.memory.handle, self.memory.array.view(np.int64)
 
     def set_timeout(self, seconds: float) -> None:
         """How long an operation may wait."""
         self.words[control.TIMEOUT_NS] = int(seconds * 1e9)
+        self.memory.publish(8 * control.TIMEOUT_NS, 8 * control.TIMEOUT_NS + 8)
 
 
 class OperationTexts:

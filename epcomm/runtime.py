@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from epcomm import monitor
 from epcomm.abort import AbortRegion
 from epcomm.bootstrap import Hub
@@ -33,7 +31,7 @@ from epcomm.errors import (
 from epcomm.heap.cpu import SymmetricSegment
 from epcomm.kernels.protocol.sites import describe_site
 from epcomm.kernels.target import Kernel, Target
-from epcomm.operation import Context, Operation, OperationTexts, find_text
+from epcomm.operation import Context, Operation, OperationTexts, ParameterBlock, find_text
 
 LONGEST_TIMEOUT = 1e8  # seconds: three years; in nanoseconds it fits a word with room to spare
 _SPINS_WITH_OWN_CORE, _SPINS_SHARING_CORES = 100, 20  # measured: best barrier times with and without idle cores
@@ -57,7 +55,7 @@ class Runtime:
         self._abort = AbortRegion(self.rank, self.control)
         self.texts = OperationTexts(self._own)
         self.context = self.new_context(sequenced=True)
-        if num_threads > 1:
+        if num_threads > 1 and target.runs_on_threads:
             self._pool = Pool(num_threads - 1)
             self.context.words[control.POOL] = self._pool.address
         self.num_threads = num_threads
@@ -82,13 +80,13 @@ class Runtime:
 
     def new_context(self, *, sequenced: bool) -> Context:
         """A context block; one outside of the sequence (for send and recv) may run beside the others."""
-        context = Context(control.CONTEXT_WORDS + self.size)
+        context = Context(self.target, control.CONTEXT_WORDS + 2 * self.size)
         words = context.words
         words[control.RANK], words[control.SIZE] = self.rank, self.size
         shares_core = self.size > len(os.sched_getaffinity(0))
         words[control.SPINS] = _SPINS_SHARING_CORES if shares_core else _SPINS_WITH_OWN_CORE
         context.set_timeout(self.timeout)
-        words[control.PEERS :] = self.control.bases
+        words[control.PEERS :] = [*self.control.bases, *self.control.bases]
         words[control.IS_CLOSED] = self.closed
         self._contexts.add(context)
         self._start_generation(context, sequenced)
@@ -97,10 +95,12 @@ class Runtime:
     def _start_generation(self, context: Context, sequenced: bool) -> None:
         context.words[control.GENERATION] = self.generation
         context.words[control.SEQUENCE] = (self.generation << control.GENERATION_SHIFT) if sequenced else 0
+        context.words[[control.TICKET, control.LEFT]] = 0
+        context.memory.publish()
 
     # ---- operations
 
-    def operation(self, kernel: Kernel, args: np.ndarray, text: str, keep: Any = None) -> Operation:
+    def operation(self, kernel: Kernel, args: ParameterBlock, text: str, keep: Any = None) -> Operation:
         """Binds a kernel and leaves its readable text where peers find it by the fingerprint."""
         return Operation(kernel, args, text, self.texts.fingerprint(text), keep)
 
@@ -110,7 +110,7 @@ class Runtime:
         Returns `control.OK`, CAPACITY or BAD_VALUE, and raises for everything else.
         """
         status = self._launch(
-            self.context.address, operation.kernel, operation.address, operation.fingerprint, a, b, c, d, e, f
+            self.context.handle, operation.kernel, operation.handle, operation.fingerprint, a, b, c, d, e, f
         )
         return self.settle(status, operation, self.context) if status else status
 
@@ -124,13 +124,13 @@ class Runtime:
 
     def run_beside(self, context: Context, operation: Operation, a: int = 0, b: int = 0, c: int = 0) -> int:
         """`run` outside of the sequence, in a context of its own: beside whatever else is running."""
-        status = self._launch(context.address, operation.kernel, operation.address, 0, a, b, c, 0, 0, 0)
+        status = self._launch(context.handle, operation.kernel, operation.handle, 0, a, b, c, 0, 0, 0)
         return self.settle(status, operation, context) if status else status
 
     def bind(self, operation: Operation, *values: int) -> Callable[[], int]:
         """`run` with everything resolved, for hot loops; it returns a status, which `settle` takes."""
         return self.target.bind(
-            self.context.address, operation.kernel, operation.address, operation.fingerprint, values
+            self.context.handle, operation.kernel, operation.handle, operation.fingerprint, values
         )
 
     def settle(self, status: int, operation: Operation, context: Context) -> int:
@@ -233,14 +233,14 @@ class Runtime:
     def _exclusively(self) -> Iterator[None]:
         """Holds operations off, once the thread that may be in one has left it."""
         deadline = time.monotonic() + self.timeout
-        while not load_claim()(self.context.address):
+        while not load_claim()(self.context.words.ctypes.data):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"rank {self.rank}: another thread is in an operation and does not leave it")
             time.sleep(0.001)
         try:
             yield
         finally:
-            load_leave()(self.context.address)
+            load_leave()(self.context.words.ctypes.data)
 
     def on_reset(self, member: Any) -> None:
         """Registers an object whose ``start_generation(generation)`` is called by every reset while it lives."""

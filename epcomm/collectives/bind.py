@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from epcomm.device.control import GENERATION_SHIFT
 from epcomm.kernels.protocol import collectives as protocol
 from epcomm.kernels.protocol.collectives import CollectiveRegions
 from epcomm.kernels.target import Kernel
-from epcomm.operation import Operation, parameter_block
+from epcomm.operation import Operation, ParameterBlock
 from epcomm.runtime import Runtime
 
 _MAX_BOUND = 512  # shapes that vary without end must not grow memory without end
@@ -22,8 +23,9 @@ class Binder:
 
     def __init__(self, runtime: Runtime, regions: CollectiveRegions, num_channels: int):
         self.runtime, self.num_channels = runtime, num_channels
-        self._state = np.zeros(protocol.CHUNKS + 2 * num_channels, dtype=np.int64)
-        self._sources = np.zeros(num_channels * runtime.size, dtype=np.int64)
+        self._memory = runtime.target.private(8 * (protocol.CHUNKS + 2 * num_channels))
+        self._sources = runtime.target.private(8 * num_channels * runtime.size)  # only kernels use it
+        self._state = self._memory.array.view(np.int64)
         self._state[protocol.BARRIER : protocol.NUM_CHANNELS + 1] = (
             regions.barrier,
             regions.tiny,
@@ -44,6 +46,7 @@ class Binder:
         start = generation << GENERATION_SHIFT
         self._state[[protocol.BARRIER_EPOCH, protocol.ONE_SHOT_EPOCH]] = start
         self._state[protocol.CHUNKS :] = start
+        self._memory.publish()
 
     def cached(self, key: Hashable, bind: Callable[[], Operation]) -> Operation:
         """The operation bound under `key`."""
@@ -59,15 +62,15 @@ class Binder:
             self.bound.clear()
         self.bound[key] = operation
 
-    def _operation(self, kernel: Kernel, args: np.ndarray, text: str, table: np.ndarray | None = None) -> Operation:
+    def _operation(self, kernel: Kernel, args: ParameterBlock, text: str, table: Any = None) -> Operation:
         """Binds a kernel; the operation keeps alive what its parameter block points to."""
-        return self.runtime.operation(kernel, args, text, keep=(self._state, self._sources, table))
+        return self.runtime.operation(kernel, args, text, keep=(self._memory, self._sources, table))
 
-    def _block(self) -> np.ndarray:
-        args = parameter_block(protocol.NUM_WORDS)
-        args[protocol.STATE] = self._state.ctypes.data
-        args[protocol.SOURCES] = self._sources.ctypes.data
-        args[protocol.ROOT] = -1
+    def _block(self) -> ParameterBlock:
+        args = ParameterBlock(self.runtime.target, protocol.NUM_WORDS)
+        args.words[protocol.STATE] = self._memory.address
+        args.words[protocol.SOURCES] = self._sources.address
+        args.words[protocol.ROOT] = -1
         return args
 
     def barrier(self, text: str) -> Operation:
@@ -77,12 +80,12 @@ class Binder:
     def reduce(self, text: str, num_bytes: int, dtype: torch.dtype, op: str, algorithm: str, root: int) -> Operation:
         """Allreduce, or with `root` >= 0 a reduce to that rank."""
         args = self._block()
-        args[protocol.ROOT] = root
+        args.words[protocol.ROOT] = root
         if algorithm == "auto":
             algorithm = "one_shot" if num_bytes <= protocol.ONE_SHOT_BYTES else "two_shot"
         if num_bytes == 0:
             algorithm = "one_shot"  # no chunk, no wait: in two shots ranks would not even meet
-        return self._operation(self.runtime.target.reduce(args, algorithm, dtype, op), args, text)
+        return self._operation(self.runtime.target.reduce(args.words, algorithm, dtype, op), args, text)
 
     def exchange(
         self,
@@ -96,7 +99,10 @@ class Binder:
         """Data movement. `table`: send offsets, send bytes, receive offsets, receive bytes, each by peer."""
         args = self._block()
         rows = np.array(table, dtype=np.int64)
-        args[protocol.TABLE] = rows.ctypes.data
-        args[protocol.MAX_PAIR_BYTES] = max_pair_bytes
-        args[protocol.SHARED] = shared
-        return self._operation(self.runtime.target.exchange(args, reduction), args, text, rows)
+        memory = self.runtime.target.private(rows.nbytes)
+        memory.array[:] = rows.reshape(-1).view(np.uint8)
+        memory.publish()
+        args.words[protocol.TABLE] = memory.address
+        args.words[protocol.MAX_PAIR_BYTES] = max_pair_bytes
+        args.words[protocol.SHARED] = shared
+        return self._operation(self.runtime.target.exchange(args.words, reduction), args, text, memory)

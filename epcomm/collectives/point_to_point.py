@@ -6,26 +6,33 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from epcomm.collectives.checks import check_out, check_rank, check_tensor, check_timeout
 from epcomm.device import control
 from epcomm.errors import ConfigError, UnsupportedError
+from epcomm.heap.private import PrivateMemory
 from epcomm.kernels.protocol import collectives as protocol
 from epcomm.kernels.protocol.collectives import CollectiveRegions
-from epcomm.operation import Context, Operation, parameter_block
+from epcomm.operation import Context, Operation, ParameterBlock
 from epcomm.runtime import Runtime
 from epcomm.work import Fifo
 
 
 @dataclass
 class _Channel:
-    """One direction of one pair: its parameter block counts slots, its context runs beside the collectives."""
+    """One direction of one pair: it counts slots, and its context runs beside the collectives."""
 
     operation: Operation
+    count: PrivateMemory
     context: Context
     fifo: Fifo
     lock: threading.Lock = field(default_factory=threading.Lock)  # held while a thread is inside of a transfer
+
+    def start_generation(self, generation: int) -> None:
+        self.count.array.view(np.int64)[0] = generation << control.GENERATION_SHIFT
+        self.count.publish()
 
 
 class PointToPoint:
@@ -38,20 +45,20 @@ class PointToPoint:
 
     def start_generation(self, generation: int) -> None:
         for channel in self._channels.values():
-            channel.operation.args[protocol.COUNT] = generation << control.GENERATION_SHIFT
+            channel.start_generation(generation)
 
     def _channel(self, kind: str, peer: int) -> _Channel:
         channel = self._channels.get((kind, peer))
         if channel is None:
             sender = self._runtime.rank if kind == "send" else peer
-            args = parameter_block(protocol.COUNT + 1)
-            args[protocol.PEER] = peer
-            args[protocol.INBOX] = self._regions.inbox + sender * self._regions.inbox_bytes
-            args[protocol.COUNT] = self._runtime.generation << control.GENERATION_SHIFT
             target = self._runtime.target
+            args, count = ParameterBlock(target, protocol.COUNT + 1), target.private(8)
+            args.words[protocol.PEER], args.words[protocol.COUNT] = peer, count.address
+            args.words[protocol.INBOX] = self._regions.inbox + sender * self._regions.inbox_bytes
             operation = Operation(target.send() if kind == "send" else target.recv(), args, kind)
             context = self._runtime.new_context(sequenced=False)
-            channel = _Channel(operation, context, Fifo(f"epcomm-{kind}-{peer}"))
+            channel = _Channel(operation, count, context, Fifo(f"epcomm-{kind}-{peer}"))
+            channel.start_generation(self._runtime.generation)
             self._channels[kind, peer] = channel
         return channel
 
@@ -79,7 +86,7 @@ class PointToPoint:
             if not channel.lock.acquire(blocking=False):
                 raise self._runtime.reject(ConfigError(f"{where}: another thread is in a {kind} with rank {peer}"))
             try:
-                channel.operation.args[protocol.MESSAGE] = fingerprint
+                channel.operation.args.words[protocol.MESSAGE] = fingerprint
                 channel.operation.text = f"{kind} {'to' if kind == 'send' else 'from'} rank {peer} of {message}"
                 values = (data.data_ptr(), data.data_ptr(), num_bytes)
                 channel.context.set_timeout(self._runtime.timeout if timeout is None else timeout)

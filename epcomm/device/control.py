@@ -30,15 +30,15 @@ IS_CLOSED = 9
 IS_OCCUPIED = 14  # 1 while a thread is in an operation
 # what the last failed wait was waiting for
 FAILED_PEER, FAILED_SITE, FAILED_WANTED, FAILED_FOUND = 10, 11, 12, 13
-# what the programs of a GPU launch share
-TICKET, LEFT = 15, 16  # programs that began and that ended so far, in order
-STATUS = 17  # what stopped one of them, OK if nothing did
-PEERS = 18  # base addresses of all ranks' control segments follow
+TICKET, LEFT = 15, 16  # programs of a GPU launch that began and that ended so far, in order
+PEERS = 17  # base addresses, by rank, of the segments that hold the collectives' regions; then of the control regions
 CONTEXT_WORDS = PEERS
 
 # ---- control region (byte offsets). One word per 128 bytes: adjacent lines are fetched together.
 LINE = 128
 ABORT_WORD = 0  # generation << GENERATION_SHIFT | reason << 16 | rank that caused it
+FAILURE = LINE  # words of a GPU rank: the status that stopped it, then peer, site, wanted and found of the failed wait
+FAILURE_WORDS = 5
 MESSAGE = 512  # length (64 bits), then UTF-8: what this rank's own failure says
 MESSAGE_BYTES = 4096 - MESSAGE
 TEXTS = 4096  # ring of (fingerprint, length, UTF-8): the readable text of this rank's recent operations

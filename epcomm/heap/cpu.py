@@ -89,8 +89,3 @@ class SymmetricSegment:
             for offset, length in prefault:
                 mapping.prefault(offset, length)
         self.bases = np.array([mapping.address for mapping in self.mappings], dtype=np.int64)
-
-    @property
-    def bases_address(self) -> int:
-        """Address of the table of base addresses, for kernels."""
-        return self.bases.ctypes.data

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from epcomm.heap.private import PrivateMemory
+
 
 class Kernel(Protocol):
     """A kernel of some target; `address` is what its launch takes, `is_single` that a pool of threads can sleep on."""
@@ -21,21 +23,26 @@ class Kernel(Protocol):
 
 
 class Target(Protocol):
-    """Kernels by operation, and their launch. Blocks (``ctx``, ``args``) are addresses of 64-bit words.
+    """Kernels by operation, and their launch.
 
-    A method that gets ``args`` also writes there what its kernel looks up at run time.
+    A method that gets ``args`` (words of a parameter block) writes there what its kernel looks up at run time.
     """
 
     name: str
+    runs_on_threads: bool  # programs are run by threads of the rank's pool
 
-    def launch(self, ctx: int, kernel: Any, args: int, fingerprint: int, a: int, b: int, c: int, d: int, e: int,
+    def private(self, num_bytes: int) -> PrivateMemory:
+        """Zeroed private memory for blocks of words."""
+
+    def launch(self, ctx: Any, kernel: Any, args: Any, fingerprint: int, a: int, b: int, c: int, d: int, e: int,
                f: int) -> int:  # fmt: skip
         """Runs a kernel as the next operation of the context; the numbers are its call words. Returns a status.
 
-        A fingerprint of 0 marks an operation outside of the sequence.
+        ``ctx`` and ``args`` are handles of private memory. A fingerprint of 0 marks an operation outside of the
+        sequence.
         """
 
-    def bind(self, ctx: int, kernel: Any, args: int, fingerprint: int, values: Sequence[int]) -> Callable[[], int]:
+    def bind(self, ctx: Any, kernel: Any, args: Any, fingerprint: int, values: Sequence[int]) -> Callable[[], int]:
         """`launch` with everything resolved, for hot loops."""
 
     def barrier(self) -> Kernel: ...

@@ -10,12 +10,13 @@ import torch
 
 from epcomm.device.control import LINE
 from epcomm.heap.layout import align_up
+from epcomm.heap.private import PrivateMemory
 from epcomm.kernels.protocol import expert_parallel as protocol
 from epcomm.kernels.target import Kernel
 from epcomm.moe.config import Config
 from epcomm.moe.memory import Memory
 from epcomm.moe.received import Tensors
-from epcomm.operation import Operation, parameter_block
+from epcomm.operation import Operation, ParameterBlock
 from epcomm.runtime import Runtime
 
 
@@ -24,7 +25,7 @@ class Bound(NamedTuple):
 
     operation: Operation
     table: memoryview  # of 64-bit words
-    address: int  # of the table
+    memory: PrivateMemory  # of the table
     tensors: Tensors
     keep: Any = None  # owns memory that the table points to
 
@@ -46,9 +47,9 @@ class Binder:
         """`variant` tells apart operations that are the same to peers."""
         operation = self._operations.get((text, variant))
         if operation is None:
-            args = parameter_block(protocol.NUM_WORDS)
-            args[protocol.STATE] = self._memory.state.ctypes.data
-            args[protocol.LATENCY] = self._config.mode == "latency"
+            args = ParameterBlock(self._target, protocol.NUM_WORDS)
+            args.words[protocol.STATE] = self._memory.state_address
+            args.words[protocol.LATENCY] = self._config.mode == "latency"
             operation = self._operations[text, variant] = self._runtime.operation(kernel, args, text)
         return operation
 
@@ -66,10 +67,12 @@ class Binder:
         return records, tuple(tensors)
 
     def _bound(self, operation: Operation, records: np.ndarray, tensors: Tensors) -> Bound:
-        operation.args[protocol.NUM_TENSORS] = len(records)
-        operation.args[protocol.ROW_BYTES_TOTAL] = records[:, protocol.T_ROW_BYTES].sum()
-        table = records.reshape(-1)
-        return Bound(operation, table.data, table.ctypes.data, tensors)
+        operation.args.words[protocol.NUM_TENSORS] = len(records)
+        operation.args.words[protocol.ROW_BYTES_TOTAL] = records[:, protocol.T_ROW_BYTES].sum()
+        memory = self._target.private(records.nbytes)
+        table = memory.array.view(np.int64)
+        table[:] = records.reshape(-1)
+        return Bound(operation, table.data, memory, tensors)
 
     def dispatch(self, x: Sequence[torch.Tensor], topk: int, index_dtype: torch.dtype, has_weights: bool) -> Bound:
         """The dispatch of tensors like these."""
@@ -96,7 +99,7 @@ class Binder:
             stride = out.stride(0) if reduce else out.shape[-1]
             record[protocol.T_OUT_STRIDE] = stride * out.element_size()
         operation = self._operation(kernel, text, dtypes)
-        operation.args[protocol.REDUCE] = reduce
+        operation.args.words[protocol.REDUCE] = reduce
         return self._bound(operation, records, tensors)
 
 

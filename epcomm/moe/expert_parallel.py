@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from epcomm.device.control import GENERATION_SHIFT
 from epcomm.errors import CapacityError, ConfigError
 from epcomm.kernels.protocol import expert_parallel as protocol
 from epcomm.moe.bind import Binder
@@ -38,11 +39,10 @@ class ExpertParallel:
         self.local_expert_ids = config.experts_of(self.rank)
         self._memory = Memory(runtime, config)
         self.regions = self._memory.regions
-        self._epochs = self._memory.state.data  # of the kernels' state block: quicker to read than an array
         self._binder = Binder(runtime, self._memory, config, name)
         self._calls = Calls(runtime, self._binder, config, name)
         self._workspaces: list[Workspace] = []
-        self._output_last_read = [0] * config.blocks  # the last combine that read each output block
+        self._start_combines()
         runtime.on_reset(self)
 
     # ---- life
@@ -60,7 +60,12 @@ class ExpertParallel:
         """For `Communicator.reset`: routings and results from before are outdated, lent blocks stay lent."""
         self.generation = self._calls.generation = generation
         self._memory.start_generation(generation)
-        self._output_last_read = [0] * self.config.blocks
+        self._start_combines()
+
+    def _start_combines(self) -> None:
+        """Counts combines as the kernels do; one that a later dispatch has seen read by all peers frees its block."""
+        self._combined = self._read_by_all = self.generation << GENERATION_SHIFT
+        self._output_last_read = [0] * self.config.blocks  # the last combine that read each output block
 
     def close(self) -> None:
         """Collective, unless the communicator has failed or is closed: frees the handle. Idempotent.
@@ -97,9 +102,11 @@ class ExpertParallel:
         header = workspace.header
         header[protocol.NUM_TOKENS], header[protocol.TOPK] = num_tokens, topk
         header[protocol.INDEX_BYTES] = topk_idx.element_size()
+        workspace.memory.publish(0, Workspace.CALLER_BYTES)
         routing = Routing(self, self._calls, workspace, num_tokens, topk, topk_idx.dtype)
         context, operation = self._binder.route_context, self._binder.route
         if self._runtime.run_beside(context, operation, workspace.address, topk_idx.data_ptr()):
+            workspace.memory.refresh()
             raise self._runtime.reject(self._bad_index(topk_idx, header[protocol.BAD_SLOT]))
         if not self._is_latency:
             if self._run(self._binder.exchange_counts, workspace.address):
@@ -133,17 +140,20 @@ class ExpertParallel:
         tensors, bound = self._calls.dispatch(x if is_tuple else (x,), routing, weights is not None)
         for i, tensor in enumerate(tensors):
             bound.table[i * protocol.TENSOR_WORDS + protocol.T_ADDRESS] = tensor.data_ptr()
+        bound.memory.publish()
         if out is not None and (routing.is_placed or self.layout_code == protocol.PADDED):
             self._calls.checked(self._calls.results_of_dispatch, out, tensors, routing)  # before anything is sent
         pool = self._memory.receive
         lease = pool.take()  # the last one is never lent for longer than a call
         weights_address = 0 if weights is None else weights.data_ptr()
+        values = routing.workspace.address, bound.memory.address, weights_address, lease.index
         try:
-            if self._run(bound.operation, routing.workspace.address, bound.address, weights_address, lease.index):
+            if self._run(bound.operation, *values):
                 raise self._too_many_rows("dispatch", routing)
         except BaseException:
             lease.release()  # whoever keeps the exception keeps this frame, and would keep the block
             raise
+        self._read_by_all = self._combined
         routing.place()
         received = Received(self, routing, bound.tensors, is_tuple, weights is not None, pool.buffer(lease))
         if out is None and not copy and pool.free:
@@ -190,10 +200,13 @@ class ExpertParallel:
         for i, (row, result) in enumerate(zip(rows, outs)):
             bound.table[i * protocol.TENSOR_WORDS + protocol.T_ADDRESS] = row.data_ptr()
             bound.table[i * protocol.TENSOR_WORDS + protocol.T_OUT] = result.data_ptr()
+        bound.memory.publish()
         block, stage_after = self._output_of(rows, bound.tensors)
         weights_address = 0 if weights is None else weights.data_ptr()
-        self._run(bound.operation, routing.workspace.address, bound.address, weights_address, block, stage_after)
-        self._output_last_read[block] = self._epochs[protocol.COMBINE_EPOCH]
+        values = routing.workspace.address, bound.memory.address, weights_address, block, stage_after
+        self._run(bound.operation, *values)
+        self._combined += 1
+        self._output_last_read[block] = self._combined
         return tuple(outs) if is_tuple else outs[0]
 
     # ---- details
@@ -212,13 +225,13 @@ class ExpertParallel:
 
     def take_output(self) -> np.ndarray | None:
         """For `Received.output_buffer`: an output block that all peers have read, or None if there is no free one."""
-        pool, seen = self._memory.outputs, self._epochs[protocol.DONE_SEEN]
+        pool = self._memory.outputs
         if self._calls.is_closed:
             return None
         still_read = []  # these go back when this returns
         while pool.free:
             lease = pool.take()
-            if self._output_last_read[lease.index] <= seen:
+            if self._output_last_read[lease.index] <= self._read_by_all:
                 return pool.buffer(lease)
             still_read.append(lease)
         return None
@@ -239,7 +252,8 @@ class ExpertParallel:
 
     def _new_workspace(self) -> Workspace:
         is_flat = self.layout_code == protocol.FLAT
-        return Workspace(self.config.max_tokens, self.config.topk, self.num_experts, self.size, is_flat)
+        target, config = self._runtime.target, self.config
+        return Workspace(target, config.max_tokens, config.topk, self.num_experts, self.size, is_flat)
 
     def _bad_index(self, topk_idx: torch.Tensor, at: int) -> ConfigError:
         token, slot = divmod(at, topk_idx.shape[1])
@@ -249,6 +263,7 @@ class ExpertParallel:
         )
 
     def _too_many_rows(self, operation: str, routing: Routing) -> CapacityError:
+        routing.workspace.memory.refresh()
         needed = routing.workspace.header[protocol.MOST_ROWS]
         return CapacityError(
             f"rank {self.rank}: {operation}: argument `max_recv_rows`: wanted at least {needed} (rows of rank "

@@ -7,6 +7,7 @@ import numpy as np
 from epcomm.device.control import GENERATION_SHIFT, LINE
 from epcomm.device.cpu.memory import STREAMING_BYTES
 from epcomm.heap.layout import Layout
+from epcomm.heap.private import PrivateMemory
 from epcomm.kernels.protocol import expert_parallel as protocol
 from epcomm.moe.blocks import BlockPool
 from epcomm.moe.config import LAYOUTS, Config
@@ -19,7 +20,7 @@ class Memory:
     """Collective to make: every rank maps every rank's segment."""
 
     def __init__(self, runtime: Runtime, config: Config):
-        size, layout_code = runtime.size, LAYOUTS[config.layout]
+        self._target, size, layout_code = runtime.target, runtime.size, LAYOUTS[config.layout]
         row_bytes = config.hidden * config.dtype.itemsize
         self.capacity = config.capacity
         self.row_limit = config.max_recv_rows or self.capacity
@@ -42,19 +43,22 @@ class Memory:
         self.receive = BlockPool(own, blocks, self.regions.size, config.blocks, num_lent=config.blocks)
         # the last output block is for staging; the others are lent by output_buffer()
         self.outputs = BlockPool(own, outputs, output_bytes, config.blocks, num_lent=config.blocks - 1)
-        self._tables = self._placement_tables(config, size)
-        self._marks = np.zeros(2 * config.num_experts + size, dtype=np.int32)
+        self._tables = [self._private_copy(table) for table in self._placement_tables(config, size)]
+        self._bases = self._private_copy(self.segment.bases)
+        self._marks = self._target.private(4 * (2 * config.num_experts + size))
         most_sources = max(config.topk, size) + 1
         scratch_words = 2 * (1 + 5 * most_sources)  # two records of combine
-        self._scratch = np.zeros(runtime.num_threads * scratch_words, dtype=np.int64)
-        self.state = state = np.zeros(protocol.STATE_WORDS, dtype=np.int64)
+        self._scratch = self._target.private(8 * runtime.num_threads * scratch_words)
+        self._state = self._target.private(8 * protocol.STATE_WORDS)
+        self.state_address = self._state.address
+        state = self._state.array.view(np.int64)
         for word, value in (
             (protocol.NUM_EXPERTS, config.num_experts),
             (protocol.MAX_TOKENS, config.max_tokens),
             (protocol.LAYOUT, layout_code),
             (protocol.ALIGNMENT, config.alignment),
             (protocol.ROW_LIMIT, self.row_limit),
-            (protocol.BASES, self.segment.bases_address),
+            (protocol.BASES, self._bases.address),
             (protocol.COUNT_TABLE, table),
             (protocol.BLOCKS, blocks),
             (protocol.BLOCK_BYTES, self.regions.size),
@@ -63,12 +67,12 @@ class Memory:
             (protocol.TOKEN_REGION, self.regions.token),
             (protocol.WEIGHT_REGION, self.regions.weight),
             (protocol.INDEX_REGION, self.regions.index),
-            (protocol.OWNER, self._tables[0].ctypes.data),
-            (protocol.LOCAL, self._tables[1].ctypes.data),
-            (protocol.ORDER, self._tables[2].ctypes.data),
-            (protocol.ORDER_START, self._tables[3].ctypes.data),
-            (protocol.MARKS, self._marks.ctypes.data),
-            (protocol.SCRATCH, self._scratch.ctypes.data),
+            (protocol.OWNER, self._tables[0].address),
+            (protocol.LOCAL, self._tables[1].address),
+            (protocol.ORDER, self._tables[2].address),
+            (protocol.ORDER_START, self._tables[3].address),
+            (protocol.MARKS, self._marks.address),
+            (protocol.SCRATCH, self._scratch.address),
             (protocol.SCRATCH_BYTES, scratch_words * 8),
             (protocol.STREAMING_BYTES, STREAMING_BYTES),
             (protocol.NUM_BLOCKS, config.blocks),
@@ -84,6 +88,12 @@ class Memory:
         self.receive.free_arrays()
         self.outputs.free_arrays()
 
+    def _private_copy(self, values: np.ndarray) -> PrivateMemory:
+        memory = self._target.private(values.nbytes)
+        memory.array[:] = values.view(np.uint8)
+        memory.publish()
+        return memory
+
     @staticmethod
     def _placement_tables(config: Config, size: int) -> tuple[np.ndarray, ...]:
         """int32: owner and local number by expert; experts by (owner, local number); where each rank's start there."""
@@ -98,5 +108,7 @@ class Memory:
 
     def start_generation(self, generation: int) -> None:
         """Epochs start again above those of all earlier generations; lent blocks stay lent."""
-        self.state[protocol.COUNT_EPOCH : protocol.DONE_SEEN + 1] = generation << GENERATION_SHIFT
-        self.state[protocol.TICKET : protocol.COMBINE_PHASE + 1] = 0
+        state = self._state.array.view(np.int64)
+        state[protocol.COUNT_EPOCH : protocol.COMBINE_EPOCH + 1] = generation << GENERATION_SHIFT
+        state[protocol.TICKET : protocol.COMBINE_PHASE + 1] = 0
+        self._state.publish()

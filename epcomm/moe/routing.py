@@ -9,6 +9,7 @@ import torch
 
 from epcomm.heap.layout import Layout
 from epcomm.kernels.protocol import expert_parallel as protocol
+from epcomm.kernels.target import Target
 
 if TYPE_CHECKING:
     from epcomm.moe.calls import Calls
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
 class Workspace:
     """Private memory of one routing (see ``kernels/protocol/expert_parallel``); a handle reuses it for later ones."""
 
-    def __init__(self, max_tokens: int, topk: int, num_experts: int, size: int, flat: bool):
+    CALLER_BYTES = 8 * (protocol.INDEX_BYTES + 1)  # of the header, what the host writes for each routing
+
+    def __init__(self, target: Target, max_tokens: int, topk: int, num_experts: int, size: int, flat: bool):
         columns = num_experts + size
         layout = Layout()
         layout.add("header", protocol.ROUTING_WORDS * 8, 64)
@@ -29,10 +32,10 @@ class Workspace:
         table = layout.add("table", size * columns * 4, 64)
         base = layout.add("base", columns * 4, 64)
         rows_of = layout.add("rows_of", size * 4, 64)
-        self._memory = np.zeros(layout.size, dtype=np.uint8)
-        self.address = self._memory.ctypes.data
+        self.memory = target.private(layout.size)
+        self.address, memory = self.memory.address, self.memory.array
         # a memoryview is quicker to set than an array
-        self.header = self._memory[: protocol.ROUTING_WORDS * 8].view(np.int64).data
+        self.header = memory[: protocol.ROUTING_WORDS * 8].view(np.int64).data
         for at, offset in (
             (protocol.EXPERT, slots),
             (protocol.POSITION, positions),
@@ -43,9 +46,10 @@ class Workspace:
             (protocol.ROWS_OF, rows_of),
         ):
             self.header[at] = self.address + offset
-        self.counts = self._memory[counts : counts + columns * 4].view(np.int32)
-        self.table = self._memory[table : table + size * columns * 4].view(np.int32).reshape(size, columns)
-        self.rows_of = self._memory[rows_of : rows_of + size * 4].view(np.int32)
+        self.memory.publish()
+        self.counts = memory[counts : counts + columns * 4].view(np.int32)
+        self.table = memory[table : table + size * columns * 4].view(np.int32).reshape(size, columns)
+        self.rows_of = memory[rows_of : rows_of + size * 4].view(np.int32)
 
 
 class Routing:
@@ -73,7 +77,9 @@ class Routing:
 
     def place(self) -> None:
         """For the handle, once everyone's counts are in the workspace."""
-        self.rows_shape = self.calls.rows_shape(self)
+        if self.rows_shape is None:
+            self.workspace.memory.refresh()
+            self.rows_shape = self.calls.rows_shape(self)
 
     @property
     def num_rows(self) -> int:
@@ -83,6 +89,7 @@ class Routing:
     @property
     def send_counts(self) -> tuple[torch.Tensor, torch.Tensor]:
         """int32 [size] tokens for each rank, and int32 [num_experts] rows for each expert, from this rank."""
+        self.workspace.memory.refresh()
         counts = torch.from_numpy(self.workspace.counts.copy())
         return counts[self.ep.num_experts :], counts[: self.ep.num_experts]
 

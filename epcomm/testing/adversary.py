@@ -43,12 +43,7 @@ def delay_operations(communicator: Any, seed: int, longest: float = 0.002) -> No
         return run
 
     bind = runtime.bind
-
-    def bind_delayed(*args: Any) -> Any:
-        launch, block = bind(*args)
-        return delayed(launch), block
-
-    runtime.run, runtime.bind = delayed(runtime.run), bind_delayed
+    runtime.run, runtime.bind = delayed(runtime.run), lambda *args: delayed(bind(*args))
 
 
 @contextlib.contextmanager

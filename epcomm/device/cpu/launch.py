@@ -30,6 +30,7 @@ from epcomm.device.cpu.memory import (
 )
 from epcomm.device.cpu.waiting import (
     aborted,
+    control_region,
     pause,
     push_header,
     raise_abort,
@@ -90,7 +91,7 @@ def _stop_the_others(ctx, status):
     """Lets this rank's other programs leave their waits when one was stopped: SIGINT, say, reaches only program 0."""
     if status != control.OK and status != control.CAPACITY and status != control.BAD_VALUE:
         me = word(ctx, control.RANK)
-        own = word(ctx, control.PEERS + me) + control.ABORT_WORD
+        own = control_region(ctx, me) + control.ABORT_WORD
         generation = word(ctx, control.GENERATION) << control.GENERATION_SHIFT
         raise_abort(own, generation | control.LOCAL_ABORT << 16 | me)
 

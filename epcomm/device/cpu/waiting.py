@@ -144,9 +144,21 @@ def _interrupted():
 
 
 @device
+def peer(ctx, rank):
+    """Base address of `rank`'s segment of the collectives."""
+    return word(ctx, control.PEERS + rank)
+
+
+@device
+def control_region(ctx, rank):
+    """Base address of `rank`'s control region."""
+    return word(ctx, control.PEERS + word(ctx, control.SIZE) + rank)
+
+
+@device
 def aborted(ctx):
     """True once this rank's abort word was raised in this generation or a later one."""
-    own = word(ctx, control.PEERS + word(ctx, control.RANK))
+    own = control_region(ctx, word(ctx, control.RANK))
     return (load_acquire(own + control.ABORT_WORD) >> control.GENERATION_SHIFT) >= word(ctx, control.GENERATION)
 
 
@@ -162,20 +174,14 @@ def raise_abort(address, value):
 
 
 @device
-def peer(ctx, rank):
-    """Base address of `rank`'s control segment."""
-    return word(ctx, control.PEERS + rank)
-
-
-@device
 def push_header(ctx):
     """Tells every peer which operation this rank is in: (sequence, fingerprint) into its ring of this rank."""
     me, sequence, fingerprint = word(ctx, control.RANK), word(ctx, control.SEQUENCE), word(ctx, control.FINGERPRINT)
     slot = control.HEADERS + me * control.HEADER_BYTES + (sequence % control.HEADER_RING) * 16
     for rank in range(word(ctx, control.SIZE)):
         if rank != me:
-            store64(peer(ctx, rank) + slot + 8, fingerprint)
-            store_release(peer(ctx, rank) + slot, sequence)
+            store64(control_region(ctx, rank) + slot + 8, fingerprint)
+            store_release(control_region(ctx, rank) + slot, sequence)
 
 
 @device
@@ -184,7 +190,7 @@ def _other_fingerprint(ctx, rank):
     sequence = word(ctx, control.SEQUENCE)
     if sequence == 0:
         return 0
-    own = peer(ctx, word(ctx, control.RANK))
+    own = control_region(ctx, word(ctx, control.RANK))
     slot = own + control.HEADERS + rank * control.HEADER_BYTES + (sequence % control.HEADER_RING) * 16
     if load_acquire(slot) != sequence:
         return 0

@@ -5,14 +5,17 @@ The interpreter keeps its state in globals, so a process can be one interpreted 
 
 from __future__ import annotations
 
-import ctypes
-from typing import Any
+from collections.abc import Sequence
+
+import numpy as np
 
 from epcomm.device import control
-from epcomm.device.cpu.launch import CALL_WORDS, load_claim, load_leave
+from epcomm.device.cpu.launch import load_claim, load_leave
 from epcomm.device.gpu.compile import Kernel
+from epcomm.device.gpu.failure import FailureWords
 from epcomm.device.gpu.machine import INTERPRETED
 from epcomm.errors import UnsupportedError
+from epcomm.heap.private import MirroredMemory
 
 
 def require_interpreter() -> None:
@@ -21,22 +24,23 @@ def require_interpreter() -> None:
         raise UnsupportedError("Triton was imported as a compiler: set TRITON_INTERPRET=1 before its first import")
 
 
-def launch(ctx: int, kernel: Kernel, args: int, fingerprint: int, words: tuple[int, ...], num_programs: int) -> int:
+def launch(
+    ctx: MirroredMemory, kernel: Kernel, args: MirroredMemory, fingerprint: int, words: Sequence[int], num_programs: int
+) -> int:
     """Runs a kernel as the next operation of the context; returns a status."""
-    block = (ctypes.c_int64 * control.CONTEXT_WORDS).from_address(ctx)
+    block = ctx.array.view(np.int64)
     if block[control.IS_CLOSED]:
         return control.CLOSED
-    if not load_claim()(ctx):
+    if not load_claim()(block.ctypes.data):
         return control.OCCUPIED
     try:
-        block[control.STATUS] = control.OK
-        call_words: Any = (ctypes.c_int64 * CALL_WORDS).from_address(args)
-        call_words[:] = words
-        grid = (kernel.programs(num_programs),)
-        kernel.function[grid](ctx, args, fingerprint, *call_words, **kernel.constants)
-        return block[control.STATUS]
+        args.publish()
+        failure = FailureWords(block)
+        kernel.function[(kernel.programs(num_programs),)](
+            ctx.address, args.address, fingerprint, *map(int, words), **kernel.constants
+        )
+        return failure.take(fingerprint)
     except KeyboardInterrupt:
-        block[control.TICKET] = block[control.LEFT] = 0
         return control.INTERRUPTED
     finally:
-        load_leave()(ctx)
+        load_leave()(block.ctypes.data)

@@ -22,14 +22,20 @@ from epcomm.device.gpu.memory import (
 
 @device
 def peer(ctx, rank):
-    """Base address of `rank`'s control segment."""
+    """Base address of `rank`'s segment of the collectives."""
     return word(ctx, control.PEERS + rank)
+
+
+@device
+def control_region(ctx, rank):
+    """Base address of `rank`'s control region."""
+    return word(ctx, control.PEERS + word(ctx, control.SIZE) + rank)
 
 
 @device
 def aborted(ctx):
     """True once this rank's abort word was raised in this generation or a later one."""
-    own = peer(ctx, word(ctx, control.RANK))
+    own = control_region(ctx, word(ctx, control.RANK))
     return (load_acquire(own + control.ABORT_WORD) >> control.GENERATION_SHIFT) >= word(ctx, control.GENERATION)
 
 
@@ -40,8 +46,8 @@ def _push_header(ctx, sequence, fingerprint):
     slot = control.HEADERS + me * control.HEADER_BYTES + (sequence % control.HEADER_RING) * 16
     for rank in range(word(ctx, control.SIZE)):
         if rank != me:
-            set_word(peer(ctx, rank) + slot, 1, fingerprint)
-            store_release(peer(ctx, rank) + slot, sequence)
+            set_word(control_region(ctx, rank) + slot, 1, fingerprint)
+            store_release(control_region(ctx, rank) + slot, sequence)
 
 
 @device
@@ -67,10 +73,11 @@ def enter(ctx, fingerprint):
 @device
 def leave(ctx, status):
     """Ends this program; the last one makes the context ready for the next launch, and gets True."""
+    failure = control_region(ctx, word(ctx, control.RANK)) + control.FAILURE
     if status == control.ABORTED:
-        compare_exchange(ctx + control.STATUS * 8, control.OK, status)  # what stopped another one says more
+        compare_exchange(failure, control.OK, status)  # what stopped another one says more
     elif status != control.OK:
-        store_release(ctx + control.STATUS * 8, status)
+        store_release(failure, status)
     is_last = fetch_add(ctx + control.LEFT * 8, 1) == tl.num_programs(0) - 1
     if is_last:
         set_word(ctx, control.TICKET, 0)
@@ -82,7 +89,7 @@ def leave(ctx, status):
 def _other_fingerprint(ctx, fingerprint, rank):
     """What `rank` is calling under this rank's sequence number, or 0 if that is the same operation or not known yet."""
     sequence = load64(ctx + control.SEQUENCE * 8)
-    own = peer(ctx, word(ctx, control.RANK))
+    own = control_region(ctx, word(ctx, control.RANK))
     slot = own + control.HEADERS + rank * control.HEADER_BYTES + (sequence % control.HEADER_RING) * 16
     found = tl.cast(0, tl.int64)
     if fingerprint != 0:
@@ -96,11 +103,12 @@ def _other_fingerprint(ctx, fingerprint, rank):
 
 @device
 def _record(ctx, rank, site, wanted, found):
-    """Leaves word of what the last failed wait was waiting for."""
-    set_word(ctx, control.FAILED_PEER, rank)
-    set_word(ctx, control.FAILED_SITE, site)
-    set_word(ctx, control.FAILED_WANTED, wanted)
-    set_word(ctx, control.FAILED_FOUND, found)
+    """Leaves word, where the host looks, of what the last failed wait was waiting for."""
+    failure = control_region(ctx, word(ctx, control.RANK)) + control.FAILURE
+    set_word(failure, 1, rank)
+    set_word(failure, 2, site)
+    set_word(failure, 3, wanted)
+    set_word(failure, 4, found)
 
 
 @device

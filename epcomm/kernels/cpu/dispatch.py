@@ -223,5 +223,4 @@ def dispatch(ctx, args, program, num_programs):
         status = wait(ctx, done, combined, rank, sites.DISPATCH_READ)  # WAR
         if status != control.OK:
             return status
-    set_word(state, protocol.DONE_SEEN, combined)
     return control.OK

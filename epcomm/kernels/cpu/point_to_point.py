@@ -30,7 +30,7 @@ def send(ctx, args, program, num_programs):
     inbox = peer(ctx, rank) + word(args, protocol.INBOX)
     first_of_generation = word(ctx, control.GENERATION) << control.GENERATION_SHIFT
     for piece in range(_num_pieces(num_bytes)):
-        count = word(args, protocol.COUNT)
+        count = word(word(args, protocol.COUNT), 0)
         reused = count + 1 - protocol.INBOX_NUM_SLOTS
         if reused > first_of_generation:
             status = wait(ctx, inbox + protocol.INBOX_TAKEN, reused, rank, sites.MESSAGE_TAKEN)  # WAR
@@ -40,7 +40,7 @@ def send(ctx, args, program, num_programs):
         start = piece * protocol.PIECE_BYTES
         store64(slot, word(args, protocol.MESSAGE))
         copy(slot + control.LINE, x + start, min(protocol.PIECE_BYTES, num_bytes - start))
-        set_word(args, protocol.COUNT, count + 1)
+        set_word(word(args, protocol.COUNT), 0, count + 1)
         signal(inbox + protocol.INBOX_SENT, count + 1)
     return control.OK
 
@@ -50,7 +50,7 @@ def recv(ctx, args, program, num_programs):
     out, num_bytes, rank = word(args, protocol.OUT), word(args, protocol.NUM_BYTES), word(args, protocol.PEER)
     inbox = peer(ctx, word(ctx, control.RANK)) + word(args, protocol.INBOX)
     for piece in range(_num_pieces(num_bytes)):
-        count = word(args, protocol.COUNT)
+        count = word(word(args, protocol.COUNT), 0)
         status = wait(ctx, inbox + protocol.INBOX_SENT, count + 1, rank, sites.MESSAGE_SENT)  # RAW
         if status != control.OK:
             return status
@@ -60,6 +60,6 @@ def recv(ctx, args, program, num_programs):
             return stopped(ctx, control.MISMATCH, rank, sites.MESSAGE_SENT, word(args, protocol.MESSAGE), found)
         start = piece * protocol.PIECE_BYTES
         copy(out + start, slot + control.LINE, min(protocol.PIECE_BYTES, num_bytes - start))
-        set_word(args, protocol.COUNT, count + 1)
+        set_word(word(args, protocol.COUNT), 0, count + 1)
         signal(inbox + protocol.INBOX_TAKEN, count + 1)
     return control.OK

@@ -9,6 +9,7 @@ import torch
 
 from epcomm.device.cpu.compile import Kernel
 from epcomm.device.cpu.launch import BOUND_WORDS, load_run, load_run_bound
+from epcomm.heap.private import HostMemory
 from epcomm.kernels.cpu.allreduce_one_shot import allreduce_one_shot
 from epcomm.kernels.cpu.allreduce_two_shot import allreduce_two_shot
 from epcomm.kernels.cpu.barrier import barrier
@@ -41,6 +42,8 @@ class CpuTarget:
     """See `kernels.target.Target`."""
 
     name = "cpu"
+    runs_on_threads = True
+    private = HostMemory
 
     def __init__(self) -> None:
         self.launch = load_run()

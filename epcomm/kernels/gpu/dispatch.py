@@ -185,8 +185,6 @@ def _finish(ctx, fingerprint, state, epoch):
         if status == control.OK:
             done = signal_word(ctx, state, protocol.DONE, me, rank)
             status = wait(ctx, fingerprint, done, combined, rank, sites.DISPATCH_READ)  # WAR
-    if status == control.OK:
-        set_word(state, protocol.DONE_SEEN, combined)
     return status
 
 

@@ -37,7 +37,8 @@ def _slot(inbox, count):
 def send(ctx, args, fingerprint, x, out, num_bytes, c3, c4, c5):
     program, status = enter(ctx, fingerprint)
     x, num_bytes = tl.cast(x, tl.int64), tl.cast(num_bytes, tl.int64)
-    rank, first = word(args, protocol.PEER), word(args, protocol.COUNT)
+    rank, counter = word(args, protocol.PEER), word(args, protocol.COUNT)
+    first = word(counter, 0)
     inbox = peer(ctx, rank) + word(args, protocol.INBOX)
     first_of_generation = word(ctx, control.GENERATION) << control.GENERATION_SHIFT
     for piece in range(_num_pieces(num_bytes)):
@@ -51,7 +52,7 @@ def send(ctx, args, fingerprint, x, out, num_bytes, c3, c4, c5):
             set_word(slot, 0, word(args, protocol.MESSAGE))
             copy(slot + control.LINE, x + start, tl.minimum(num_bytes - start, protocol.PIECE_BYTES))
             signal(inbox + protocol.INBOX_SENT, count + 1)
-            set_word(args, protocol.COUNT, count + 1)  # behind a barrier: all threads have read it
+            set_word(counter, 0, count + 1)  # behind a barrier: all threads have read it
     leave(ctx, status)
 
 
@@ -59,7 +60,8 @@ def send(ctx, args, fingerprint, x, out, num_bytes, c3, c4, c5):
 def recv(ctx, args, fingerprint, x, out, num_bytes, c3, c4, c5):
     program, status = enter(ctx, fingerprint)
     out, num_bytes = tl.cast(out, tl.int64), tl.cast(num_bytes, tl.int64)
-    rank, first, message = word(args, protocol.PEER), word(args, protocol.COUNT), word(args, protocol.MESSAGE)
+    rank, counter, message = word(args, protocol.PEER), word(args, protocol.COUNT), word(args, protocol.MESSAGE)
+    first = word(counter, 0)
     inbox = peer(ctx, word(ctx, control.RANK)) + word(args, protocol.INBOX)
     for piece in range(_num_pieces(num_bytes)):
         count = first + piece
@@ -74,5 +76,5 @@ def recv(ctx, args, fingerprint, x, out, num_bytes, c3, c4, c5):
         if status == control.OK:
             copy(out + start, slot + control.LINE, tl.minimum(num_bytes - start, protocol.PIECE_BYTES))
             signal(inbox + protocol.INBOX_TAKEN, count + 1)
-            set_word(args, protocol.COUNT, count + 1)  # behind a barrier: all threads have read it
+            set_word(counter, 0, count + 1)  # behind a barrier: all threads have read it
     leave(ctx, status)

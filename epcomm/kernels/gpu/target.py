@@ -1,4 +1,4 @@
-"""The GPU target's kernels by operation, under the interpreter."""
+"""The GPU target's kernels by operation, and the target that interprets them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import triton
 from epcomm.device.gpu import interpreter
 from epcomm.device.gpu.compile import Kernel
 from epcomm.device.gpu.dtypes import triton_dtype
+from epcomm.heap.private import MirroredMemory
 from epcomm.kernels.gpu.allreduce_one_shot import allreduce_one_shot
 from epcomm.kernels.gpu.allreduce_two_shot import allreduce_two_shot
 from epcomm.kernels.gpu.barrier import barrier
@@ -25,22 +26,8 @@ from epcomm.kernels.gpu.route import route
 from epcomm.kernels.protocol.arithmetic import check_row_sum
 
 
-class InterpretedTarget:
-    """See `kernels.target.Target`. Rows and channels are shared out among `num_programs`."""
-
-    name = "interpreter"
-
-    def __init__(self, num_programs: int = 2):
-        interpreter.require_interpreter()
-        self._num_programs = num_programs
-
-    def launch(self, ctx: int, kernel: Kernel, args: int, fingerprint: int, a: int, b: int, c: int, d: int, e: int,
-               f: int) -> int:  # fmt: skip
-        return interpreter.launch(ctx, kernel, args, fingerprint, (a, b, c, d, e, f), self._num_programs)
-
-    def bind(self, ctx: int, kernel: Kernel, args: int, fingerprint: int, values: Sequence[int]) -> Callable[[], int]:
-        words = (*values, *[0] * (6 - len(values)))
-        return functools.partial(self.launch, ctx, kernel, args, fingerprint, *words)
+class GpuKernels:
+    """The part of `kernels.target.Target` that says which arm of which kernel an operation is."""
 
     def barrier(self) -> Kernel:
         return barrier
@@ -72,6 +59,31 @@ class InterpretedTarget:
             check_row_sum(*pair)
         rows, results = zip(*dtypes)
         return combine.made_for(IN=tuple(map(triton_dtype, rows)), OUT=tuple(map(triton_dtype, results)))
+
+
+class InterpretedTarget(GpuKernels):
+    """Runs the kernels by Triton's interpreter, on CPU memory. Rows and channels are shared out among `num_programs`.
+
+    Its private memory is mirrored as a GPU's is, so that a word which was not published is missed here already.
+    """
+
+    name = "interpreter"
+    runs_on_threads = False
+
+    def __init__(self, num_programs: int = 2):
+        interpreter.require_interpreter()
+        self._num_programs = num_programs
+
+    def private(self, num_bytes: int) -> MirroredMemory:
+        return MirroredMemory(num_bytes, torch.device("cpu"))
+
+    def launch(self, ctx: MirroredMemory, kernel: Kernel, args: MirroredMemory, fingerprint: int, a: int = 0,
+               b: int = 0, c: int = 0, d: int = 0, e: int = 0, f: int = 0) -> int:  # fmt: skip
+        return interpreter.launch(ctx, kernel, args, fingerprint, (a, b, c, d, e, f), self._num_programs)
+
+    def bind(self, ctx: MirroredMemory, kernel: Kernel, args: MirroredMemory, fingerprint: int,
+             values: Sequence[int]) -> Callable[[], int]:  # fmt: skip
+        return functools.partial(self.launch, ctx, kernel, args, fingerprint, *values)
 
 
 def _extents(num_experts: int, size: int) -> dict[str, int]:

@@ -47,8 +47,9 @@ BARRIER_EPOCH, ONE_SHOT_EPOCH = 9, 10
 CHUNKS = 16  # per channel: chunks that went through the two-shot ring, and through the exchange ring
 
 # ---- point to point: a sender's inbox at the receiver is two word lines, then slots of a header line and bytes
-PEER, INBOX, MESSAGE = 7, 8, 9  # of the parameter block: the peer, the inbox's offset, the message's fingerprint
-COUNT = 10  # slots that went through the inbox so far
+# parameter block: the peer, the inbox's offset, the message's fingerprint, and the address of the count of slots that
+# went through the inbox so far
+PEER, INBOX, MESSAGE, COUNT = 7, 8, 9, 10
 INBOX_SENT, INBOX_TAKEN, INBOX_SLOTS = 0, LINE, 2 * LINE
 INBOX_SLOT_BYTES = LINE + PIECE_BYTES
 

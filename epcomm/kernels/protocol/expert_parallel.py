@@ -38,7 +38,6 @@ ORDER_START = 17  # address of int32 [size + 1]: where each rank's experts start
 MARKS = 18  # address of int32 scratch [2, num_experts] and [size]
 SCRATCH, SCRATCH_BYTES = 19, 20  # address of scratch memory per program, bytes each
 COUNT_EPOCH, DISPATCH_EPOCH, COMBINE_EPOCH = 21, 22, 23
-DONE_SEEN = 24  # the last combine that all peers were seen to have read
 TICKET = 25  # programs of this rank that arrived at the end of a phase
 DISPATCH_PHASE, COMBINE_PHASE = 26, 27  # epoch << PAYLOAD_BITS | status of program 0's phase, which others wait for
 STREAMING_BYTES = 28  # rows go past the caches when all ranks together move more
