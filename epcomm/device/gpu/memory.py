@@ -87,9 +87,8 @@ def is_wide(a, b, num_bytes):
 def load_tile(address, start, num_bytes, WIDE: tl.constexpr, TILE: tl.constexpr):
     """Bytes [start, start + TILE) of a row of `num_bytes`; `start` is a multiple of TILE."""
     if WIDE:
-        pointer = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
-        at = start // 4 + tl.arange(0, TILE // 4)
-        return tl.load(pointer + at, mask=at < tl.multiple_of(num_bytes // 4, 4), other=0)
+        at, is_inside = _vectors(start, num_bytes, TILE)
+        return tl.load(tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16) + at, mask=is_inside, other=0)
     else:
         pointer = address.to(tl.pointer_type(tl.int8))
         at = start + tl.arange(0, TILE)
@@ -100,13 +99,23 @@ def load_tile(address, start, num_bytes, WIDE: tl.constexpr, TILE: tl.constexpr)
 def store_tile(address, start, num_bytes, tile, WIDE: tl.constexpr, TILE: tl.constexpr):
     """The counterpart of `load_tile`."""
     if WIDE:
-        pointer = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
-        at = start // 4 + tl.arange(0, TILE // 4)
-        tl.store(pointer + at, tile, mask=at < tl.multiple_of(num_bytes // 4, 4))
+        at, is_inside = _vectors(start, num_bytes, TILE)
+        tl.store(tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16) + at, tile, mask=is_inside)
     else:
         pointer = address.to(tl.pointer_type(tl.int8))
         at = start + tl.arange(0, TILE)
         tl.store(pointer + at, tile, mask=at < num_bytes)
+
+
+@device
+def _vectors(start, num_bytes, TILE: tl.constexpr):
+    """(offsets in 4-byte words, mask) of a tile as a column of 16-byte vectors.
+
+    Not as a line: Triton gives all tiles of one shape in a kernel one layout, so a line of as many numbers of another
+    size would make each copy go through shared memory.
+    """
+    vector = start // 16 + tl.arange(0, TILE // 16)[:, None]
+    return vector * 4 + tl.arange(0, 4)[None, :], vector < num_bytes // 16
 
 
 @device
@@ -121,10 +130,11 @@ def _copy_tiles(to, source, num_bytes, WIDE: tl.constexpr, TILE: tl.constexpr):
 @device
 def copy(to, source, num_bytes):
     """Copies `num_bytes` with all threads of this program."""
-    if is_wide(to, source, num_bytes):
-        _copy_tiles(to, source, num_bytes, True, TILE_BYTES)
-    else:
-        _copy_tiles(to, source, num_bytes, False, NARROW_TILE_BYTES)
+    wide_bytes = tl.cast(0, tl.int64)
+    if is_wide(to, source, 0):
+        wide_bytes = num_bytes // 16 * 16
+    _copy_tiles(to, source, wide_bytes, True, TILE_BYTES)
+    _copy_tiles(to + wide_bytes, source + wide_bytes, num_bytes - wide_bytes, False, NARROW_TILE_BYTES)
 
 
 @device
