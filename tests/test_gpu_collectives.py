@@ -6,6 +6,7 @@ Each rank checks its own result bit by bit, so a mixed world shows that both tar
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -208,17 +209,19 @@ def test_more_channels_than_programs(num_threads: int) -> None:
 
 
 def exchange_messages(comm: epcomm.Communicator) -> None:
-    """Around a ring, against it, and in one piece, in many, and in none."""
+    """Around a ring, and between two ranks in more pieces than there are slots."""
     following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for case, shape in enumerate([(3,), (0,), (PIECE // 4 + 1,), (7,)]):
         mine, theirs = (payload(rank, shape, torch.float32, case) for rank in (comm.rank, previous))
         comm.send(mine, following, tag=case)
         check(comm, shape, comm.recv(torch.empty(shape), previous, tag=case), theirs)
-    big = payload(0, (6 * PIECE + 5,), torch.uint8, 9)
-    if comm.rank == 0:
-        comm.send(big, 1)
-    elif comm.rank == 1:
-        check(comm, "more pieces than slots", comm.recv(torch.empty_like(big), 0), big)
+    for sender in (0, 1):
+        big = payload(sender, (7 * PIECE + 5,), torch.uint8, 9)
+        if comm.rank == sender:
+            comm.send(big, 1 - sender)
+        elif comm.rank == 1 - sender:
+            time.sleep(0.2)  # so that the sender runs out of slots
+            check(comm, "more pieces than slots", comm.recv(torch.empty_like(big), sender), big)
 
 
 @pytest.mark.parametrize("kind, world", [("triton", 2), ("mixed", 2), ("mixed", 3)])
