@@ -1,4 +1,4 @@
-"""The `epcomm` command: `info`, `demo`, `model`, and in a checkout `bench`."""
+"""The `epcomm` command: `info`, `demo`, `model`, `aot`, and in a checkout `bench`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from epcomm.aot import main as aot_command
 from epcomm.model.commands import app as model_commands
 
 app = typer.Typer(
@@ -23,6 +24,7 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 app.add_typer(model_commands, name="model")
+app.command("aot")(aot_command)
 _CHECKOUT = Path(__file__).resolve().parents[1]
 console = Console()
 

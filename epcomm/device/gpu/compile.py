@@ -17,13 +17,15 @@ LEADING = ("ctx", "args", "fingerprint")
 class Kernel:
     """A kernel, perhaps with constants: an *arm* of it. It takes LEADING, CALL_WORDS numbers, and its constants.
 
-    ``programs`` says how many programs are launched when rows or channels are shared out among `n`.
+    ``programs`` says how many programs are launched when rows or channels are shared out among `n`. Each thread has at
+    most ``max_registers``; with no limit the assembler spills a few to fit in more programs than are ever launched.
     """
 
     name: str
     function: Any
     programs: Callable[[int], int]
     num_warps: int
+    max_registers: int
     constants: dict[str, Any] = field(default_factory=dict)
     is_single = False  # for `Operation`: no pool of threads is involved
 
@@ -32,17 +34,24 @@ class Kernel:
         """What a launch takes; of a kernel on the CPU target it is the address of its code."""
         return self
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """What Triton's compiler is told. Products and sums round one by one, as on the CPU, unless by an fma."""
+        return {"num_warps": self.num_warps, "maxnreg": self.max_registers, "enable_fp_fusion": False}
+
     def made_for(self, **constants: Any) -> Kernel:
         """The arm with these constants."""
         return replace(self, constants={**self.constants, **constants})
 
 
-def kernel(name: str, *, programs: Callable[[int], int], num_warps: int = 8) -> Callable[[Any], Kernel]:
+def kernel(
+    name: str, *, programs: Callable[[int], int], num_warps: int = 8, max_registers: int = 128
+) -> Callable[[Any], Kernel]:
     """Declares a kernel."""
 
     def declare(function: Any) -> Kernel:
         function.__globals__.setdefault("tl", tl)  # the interpreter patches what it finds there
-        return Kernel(name, triton.jit(function), programs, num_warps)
+        return Kernel(name, triton.jit(function), programs, num_warps, max_registers)
 
     return declare
 

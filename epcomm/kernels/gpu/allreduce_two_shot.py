@@ -101,7 +101,7 @@ def _reduce_channel(ctx, args, fingerprint, channel, x, out, num_bytes, DTYPE: t
     return status
 
 
-@kernel("allreduce_two_shot", programs=all_programs)
+@kernel("allreduce_two_shot", programs=all_programs, max_registers=168)
 def allreduce_two_shot(ctx, args, fingerprint, x, out, num_bytes, streaming, c4, c5,
                        DTYPE: tl.constexpr, OP: tl.constexpr):  # fmt: skip
     program, status = enter(ctx, fingerprint)

@@ -110,7 +110,7 @@ def _exchange_channel(ctx, args, fingerprint, channel, x, out, DTYPE: tl.constex
     return status
 
 
-@kernel("exchange", programs=all_programs)
+@kernel("exchange", programs=all_programs, max_registers=168)
 def exchange(ctx, args, fingerprint, x, out, num_bytes, streaming, c4, c5,
              DTYPE: tl.constexpr, OP: tl.constexpr):  # fmt: skip
     program, status = enter(ctx, fingerprint)

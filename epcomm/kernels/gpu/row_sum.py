@@ -18,20 +18,29 @@ TILE_BYTES = tl.constexpr(8192)  # of a row: its sum, in float32, is held in reg
 
 @device
 def load_elements(address, start, num_elements, DTYPE: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr):
-    """Elements [start, start + TILE) of a row; WIDE: in 16-byte accesses."""
+    """Elements [start, start + TILE) of a row; WIDE: in 16-byte accesses, address and length are multiples of that."""
     pointer, at = address.to(tl.pointer_type(DTYPE)), start + tl.arange(0, TILE)
     if WIDE:
-        pointer, num_elements = tl.multiple_of(pointer, 16), tl.multiple_of(num_elements, 16 // DTYPE.itemsize)
-    return tl.load(pointer + at, mask=at < num_elements, other=0)
+        return tl.load(tl.multiple_of(pointer, 16) + at, mask=at < _whole(num_elements, DTYPE), other=0)
+    else:
+        return tl.load(pointer + at, mask=at < num_elements, other=0)
 
 
 @device
 def store_elements(address, start, num_elements, values, WIDE: tl.constexpr, TILE: tl.constexpr):
-    """The counterpart of `load_elements`; rounds to nearest even."""
+    """The counterpart of `load_elements`."""
     pointer, at = address.to(tl.pointer_type(values.dtype)), start + tl.arange(0, TILE)
     if WIDE:
-        pointer, num_elements = tl.multiple_of(pointer, 16), tl.multiple_of(num_elements, 16 // values.dtype.itemsize)
-    tl.store(pointer + at, values, mask=at < num_elements)
+        tl.store(tl.multiple_of(pointer, 16) + at, values, mask=at < _whole(num_elements, values.dtype))
+    else:
+        tl.store(pointer + at, values, mask=at < num_elements)
+
+
+@device
+def _whole(num_elements, DTYPE: tl.constexpr):
+    """`num_elements`, which fill 16-byte vectors, so that Triton knows it. (It forgets `multiple_of` an argument.)"""
+    VECTOR: tl.constexpr = 16 // DTYPE.itemsize
+    return num_elements // VECTOR * VECTOR
 
 
 @device

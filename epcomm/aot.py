@@ -1,0 +1,144 @@
+"""`epcomm aot`: compiles the GPU kernels ahead of time, without a GPU, and shows what the code is like."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from epcomm.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from epcomm.device.gpu.aot import CompiledArm
+
+OLDEST_TRITON = (3, 6)
+COLUMNS = ("kernel", "arm", "arch", "registers", "shared", "spilled", "wide ld/st", "split", "narrow", "orderings",
+           "cubin KiB", "s")  # fmt: skip
+console = Console()
+
+
+def require_triton() -> None:
+    """Raises UnsupportedError unless there is a Triton that can compile here."""
+    try:
+        import triton
+    except ImportError:
+        raise UnsupportedError("compiling GPU kernels needs Triton: pip install 'epcomm[gpu]'") from None
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if version < OLDEST_TRITON:
+        oldest = ".".join(map(str, OLDEST_TRITON))
+        raise UnsupportedError(f"compiling GPU kernels needs Triton {oldest} or newer; this is {triton.__version__}")
+    if triton.knobs.runtime.interpret:
+        raise UnsupportedError("TRITON_INTERPRET makes Triton an interpreter: unset it to compile")
+
+
+def compile_all(jobs: Iterable[tuple[str, str]], workers: int) -> Iterator[tuple[str, CompiledArm | Exception]]:
+    """Compiles (name of an arm, arch) in processes of their own; yields names and what came of them, as they end."""
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        names = {pool.submit(compile_named, *job): job[0] for job in jobs}
+        for future in as_completed(names):
+            yield names[future], future.exception() or future.result()  # type: ignore[misc]
+
+
+def compile_named(name: str, arch: str) -> CompiledArm:
+    """Compiles one of `arms` by its name: kernels themselves don't travel between processes."""
+    from epcomm.device.gpu.aot import compile_arm
+    from epcomm.kernels.gpu.arms import arms
+
+    return compile_arm(arms(everything=True)[name], arch)
+
+
+def main(
+    arch: list[str] = typer.Option(["sm_90"], help="sm_80 | sm_90 | sm_100; may be given several times"),
+    only: str = typer.Option("", help="only arms whose name contains this, such as 'combine IN=bf16'"),
+    everything: bool = typer.Option(False, "--all", help="all arms, not a representative few: minutes"),
+    workers: int = typer.Option(len(os.sched_getaffinity(0)), min=1, help="compiler processes"),
+    json_file: Path | None = typer.Option(None, "--json", help="write everything that was found to this file as well"),
+) -> None:
+    """Compiles the GPU kernels without a GPU and shows their registers, access widths and memory orders.
+
+    Fails if one of them spills, moves aligned payload in less than 16 bytes, or signals to less than the whole system.
+    """
+    try:
+        require_triton()
+    except UnsupportedError as error:
+        console.print(str(error), style="red", markup=False)
+        raise typer.Exit(2) from None
+    from epcomm.device.gpu.aot import ARCHITECTURES
+    from epcomm.kernels.gpu.arms import arms
+
+    names = [name for name in arms(everything) if only in name]
+    if unknown := sorted(set(arch) - set(ARCHITECTURES)):
+        raise typer.BadParameter(f"--arch: {', '.join(unknown)} is not one of {', '.join(ARCHITECTURES)}")
+    if not names:
+        raise typer.BadParameter(f"--only: no arm's name contains {only!r}")
+    jobs = [(name, each) for each in dict.fromkeys(arch) for name in names]
+    compiled, failures = [], []
+    outcomes = compile_all(jobs, min(workers, len(jobs)))
+    for name, outcome in track(outcomes, "compiling", len(jobs), console=console, transient=True):
+        if isinstance(outcome, Exception):
+            failures.append(f"{name}: {type(outcome).__name__}: {outcome}")
+        else:
+            compiled.append(outcome)
+            failures += [f"{outcome.kernel} {outcome.arm} on {outcome.arch}: {defect}" for defect in outcome.defects()]
+    order = {job: at for at, job in enumerate(jobs)}
+    compiled.sort(key=lambda each: order[f"{each.kernel} {each.arm}", each.arch])
+    console.print(table_of(compiled))
+    if json_file is not None:
+        _write(json_file, compiled, failures)
+    for failure in failures:
+        console.print(failure, style="red", markup=False)
+    verdict = (
+        f"{len(failures)} defects"
+        if failures
+        else "no spills, no narrow access to aligned payload, all signals system-wide"
+    )
+    console.print(f"{len(compiled)} of {len(jobs)} arms compiled: {verdict}", style="red" if failures else "green")
+    raise typer.Exit(1 if failures else 0)
+
+
+def table_of(compiled: list[CompiledArm]) -> Table:
+    """One line per arm; `CompiledArm` says what the numbers mean."""
+    table = Table(*COLUMNS)
+    for column in table.columns[3:]:
+        column.justify = "right"
+    for arm in compiled:
+        table.add_row(
+            arm.kernel,
+            arm.arm,
+            arm.arch,
+            str(arm.registers),
+            str(arm.shared_bytes),
+            str(arm.spill_stores),
+            f"{arm.wide_loads}/{arm.wide_stores}",
+            str(arm.split_accesses),
+            str(arm.narrow_accesses),
+            " ".join(f"{order}:{count}" for order, count in arm.orderings),
+            f"{arm.cubin_bytes / 1024:.0f}",
+            f"{arm.compile_seconds:.1f}",
+            style="red" if arm.defects() else None,
+        )
+    return table
+
+
+def _write(json_file: Path, compiled: list[CompiledArm], failures: list[str]) -> None:
+    import triton
+
+    document: dict[str, Any] = {
+        "triton": triton.__version__,
+        "arms": [{**asdict(arm), "orderings": dict(arm.orderings)} for arm in compiled],
+        "failures": failures,
+    }
+    try:
+        json_file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise typer.BadParameter(f"--json: {error}") from None

@@ -1,0 +1,64 @@
+"""Every arm of every kernel that users reach, to be compiled ahead of time: `GpuKernels` says what is in each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import torch
+
+from epcomm.device.gpu.aot import arm_of
+from epcomm.device.gpu.compile import Kernel
+from epcomm.kernels.gpu.target import GpuKernels
+from epcomm.kernels.protocol.arithmetic import ROW_SUM_DTYPES, supported_ops
+
+_BF16, _F16, _F32, _F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+_INTEGERS = tuple(getattr(torch, f"{sign}int{bits}") for bits in (8, 16, 32, 64) for sign in ("", "u"))
+_NOTHING = np.zeros(0, np.int64)  # for blocks that this target writes nothing into
+
+#: (experts, ranks)
+EXTENTS = ((8, 2), (64, 4), (256, 8), (512, 16))
+
+#: (expert outputs, results) of each tensor of a combine
+COMBINES = (
+    ((_BF16, _BF16),),
+    ((_F16, _F16),),
+    ((_F32, _F32),),
+    ((_F64, _F64),),
+    ((_BF16, _F32),),
+    ((_F32, _BF16),),
+    ((_BF16, _BF16), (_F32, _F32)),
+)
+MORE_COMBINES = tuple(((rows, results),) for rows in ROW_SUM_DTYPES for results in ROW_SUM_DTYPES) + (
+    ((_BF16, _F32), (_F16, _F32), (_F64, _F64)),
+)
+
+#: one of each size and kind of number; each kind of arithmetic
+REDUCTIONS = (
+    *((dtype, "sum") for dtype in (_BF16, _F16, _F32, _F64, torch.int8, torch.int16, torch.int32, torch.int64)),
+    *((_BF16, op) for op in ("avg", "min", "prod")),
+    *((torch.int32, op) for op in ("avg", "max", "prod", "bxor")),
+    *((dtype, "avg") for dtype in (_F32, torch.int8, torch.int64, torch.uint64)),
+)
+MORE_REDUCTIONS = tuple((dtype, op) for dtype in (_BF16, _F16, _F32, _F64, *_INTEGERS) for op in supported_ops(dtype))
+
+
+def arms(everything: bool = False) -> dict[str, Kernel]:
+    """Arms by name, such as "dispatch EXPERTS=256 RANKS=8": a representative few, or all that users reach."""
+    more_combines, more_reductions = (MORE_COMBINES, MORE_REDUCTIONS) if everything else ((), ())
+    found = _arms((*COMBINES, *more_combines), (*REDUCTIONS, *more_reductions))
+    return {f"{kernel.name} {arm_of(kernel)}": kernel for kernel in found}  # several operations may share one
+
+
+def _arms(combines: Iterable[tuple], reductions: Iterable[tuple[torch.dtype, str]]) -> Iterator[Kernel]:
+    kernels = GpuKernels()
+    yield from (kernels.barrier(), kernels.send(), kernels.recv(), kernels.route())
+    for extents in EXTENTS:
+        yield from (kernels.exchange_counts(*extents), kernels.dispatch(*extents))
+    for dtypes in combines:
+        yield kernels.combine(_NOTHING, dtypes)
+    yield kernels.exchange(_NOTHING, None)
+    for reduction in reductions:
+        yield kernels.reduce(_NOTHING, "one_shot", *reduction)
+        yield kernels.reduce(_NOTHING, "two_shot", *reduction)
+        yield kernels.exchange(_NOTHING, reduction)
