@@ -215,13 +215,13 @@ def test_command(tmp_path: Path) -> None:
 
 def test_command_fails_on_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
     good = compile_arm(aligned, "sm_90")
-    bad = replace(good, kernel="send", arm="-", spill_stores=8)
+    bad = replace(good, kernel="send", arm="", spill_stores=8)
     monkeypatch.setattr(
         epcomm.aot, "compile_all", lambda jobs, workers: [(jobs[0][0], bad), (jobs[0][0], OSError("full"))]
     )
     result = runner.invoke(app, ["aot", "--only", "send"])
     assert result.exit_code == 1
-    assert "send - on sm_90: uses local memory: 0 bytes of stack, 8 bytes spilled" in result.output.replace("\n", " ")
+    assert "send on sm_90: uses local memory: 0 bytes of stack, 8 bytes spilled" in result.output.replace("\n", " ")
     assert "OSError: full" in result.output and "2 defects" in result.output
 
 

@@ -71,6 +71,11 @@ class CompiledArm:
     compile_seconds: float
 
     @property
+    def name(self) -> str:
+        """Kernel and arm; see `name_of`."""
+        return f"{self.kernel} {self.arm}".rstrip()
+
+    @property
     def moves_payload(self) -> bool:
         """True if it has code that copies or reduces rows or arrays."""
         return self.wide_loads + self.wide_stores + self.split_accesses + self.narrow_accesses > 0
@@ -99,12 +104,17 @@ class CompiledArm:
 
 
 def arm_of(kernel: Kernel) -> str:
-    """The constants of a kernel as text: "IN=bf16 OUT=fp32", "-" if it has none."""
+    """The constants of a kernel as text: "IN=bf16 OUT=fp32", "" if it has none."""
 
     def text(value: Any) -> str:
         return "+".join(map(text, value)) if isinstance(value, tuple) else str(value)
 
-    return " ".join(f"{name}={text(value)}" for name, value in kernel.constants.items()) or "-"
+    return " ".join(f"{name}={text(value)}" for name, value in kernel.constants.items())
+
+
+def name_of(kernel: Kernel) -> str:
+    """A kernel's name and arm: "dispatch EXPERTS=256 RANKS=8"."""
+    return f"{kernel.name} {arm_of(kernel)}".rstrip()
 
 
 def compile_arm(kernel: Kernel, arch: str) -> CompiledArm:

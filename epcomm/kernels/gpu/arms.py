@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 
-from epcomm.device.gpu.aot import arm_of
+from epcomm.device.gpu.aot import name_of
 from epcomm.device.gpu.compile import Kernel
 from epcomm.kernels.gpu.target import GpuKernels
 from epcomm.kernels.protocol.arithmetic import ROW_SUM_DTYPES, supported_ops
@@ -47,7 +47,7 @@ def arms(everything: bool = False) -> dict[str, Kernel]:
     """Arms by name, such as "dispatch EXPERTS=256 RANKS=8": a representative few, or all that users reach."""
     more_combines, more_reductions = (MORE_COMBINES, MORE_REDUCTIONS) if everything else ((), ())
     found = _arms((*COMBINES, *more_combines), (*REDUCTIONS, *more_reductions))
-    return {f"{kernel.name} {arm_of(kernel)}": kernel for kernel in found}  # several operations may share one
+    return {name_of(kernel): kernel for kernel in found}  # several operations may share one
 
 
 def _arms(combines: Iterable[tuple], reductions: Iterable[tuple[torch.dtype, str]]) -> Iterator[Kernel]:

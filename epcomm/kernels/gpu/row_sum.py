@@ -13,7 +13,8 @@ from epcomm.device.gpu.memory import load_float, word
 from epcomm.kernels.gpu.rows import output_block, place, slot_weight
 from epcomm.kernels.protocol import expert_parallel as protocol
 
-TILE_BYTES = tl.constexpr(8192)  # of a row: its sum, in float32, is held in registers
+# Of a row: its sum, in float32, is held in registers. Each of 256 threads has at least 16 bytes of the result, too.
+TILE_BYTES = tl.constexpr(8192)
 
 
 @device
@@ -48,7 +49,7 @@ def sum_token(ctx, state, routing, weights, tensor, token, places, epoch,
               IN: tl.constexpr, OUT: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """out[token] = the weighted sum of the token's rows of one tensor, and its bias."""
     ACC: tl.constexpr = tl.float64 if IN == tl.float64 else tl.float32
-    TILE: tl.constexpr = TILE_BYTES // IN.itemsize
+    TILE: tl.constexpr = TILE_BYTES // (IN.itemsize if IN.itemsize <= 2 * OUT.itemsize else 2 * OUT.itemsize)
     elements, offset = word(tensor, protocol.T_ELEMENTS), word(tensor, protocol.T_OFFSET)
     row_bytes, bias = word(tensor, protocol.T_ROW_BYTES), word(tensor, protocol.T_BIAS)
     out = word(tensor, protocol.T_OUT) + token * word(tensor, protocol.T_OUT_STRIDE)
@@ -76,7 +77,7 @@ def write_slots(ctx, state, routing, weights, tensor, token, places, epoch,
                 IN: tl.constexpr, OUT: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """out[token, slot] = the slot's row of one tensor, times its weight; zeros for a slot without expert."""
     ACC: tl.constexpr = tl.float64 if IN == tl.float64 else tl.float32
-    TILE: tl.constexpr = TILE_BYTES // IN.itemsize
+    TILE: tl.constexpr = TILE_BYTES // (IN.itemsize if IN.itemsize <= 2 * OUT.itemsize else 2 * OUT.itemsize)
     elements, offset = word(tensor, protocol.T_ELEMENTS), word(tensor, protocol.T_OFFSET)
     row_bytes = word(tensor, protocol.T_ROW_BYTES)
     for slot in range(places):
