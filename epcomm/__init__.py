@@ -9,9 +9,9 @@ __version__ = "0.1.0"
 
 # resolved on first use, so that `import epcomm` stays light
 _HOMES = {
-    "init": "communicator",
+    "init": "initialize",
     "Communicator": "communicator",
-    "default_communicator": "communicator",
+    "default_communicator": "initialize",
     "launch": "launcher",
     "Work": "work",
     "ExpertParallel": "moe.expert_parallel",
@@ -38,7 +38,8 @@ def __getattr__(name: str) -> Any:
 
 
 def _on_default_communicator(name: str) -> Any:
-    from epcomm.communicator import Communicator, default_communicator
+    from epcomm.communicator import Communicator
+    from epcomm.initialize import default_communicator
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return getattr(default_communicator(), name)(*args, **kwargs)

@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 
-from epcomm.errors import PeerLostError, TimeoutError, UnsupportedError
+from epcomm.errors import ConfigError, PeerLostError, TimeoutError, UnsupportedError
 from epcomm.rendezvous import LaunchedRank, Rendezvous, host_identity
 
 _POLL_MS = 20
@@ -58,11 +58,14 @@ def _nothing() -> None:
     return None
 
 
-def agree_on_threads(hub: Hub, num_threads: int | None, timeout: float) -> int:
-    """How many programs each rank runs: the least that any rank asks for. The default shares the cores out."""
-    wanted = num_threads or max(1, len(os.sched_getaffinity(0)) // hub.size)
-    messages = hub.allgather(struct.pack("<q", wanted), timeout=timeout, check=lambda: None)
-    return min(struct.unpack("<q", payload)[0] for payload, _ in messages)
+def agree_on_programs(hub: Hub, num_programs: int, kind: str, timeout: float) -> int:
+    """How many programs each rank runs: the least that any asks for. All ranks must be on the same kind of device."""
+    payload = struct.pack("<q", num_programs) + kind.encode()
+    payloads = [message for message, _ in hub.allgather(payload, timeout=timeout, check=lambda: None)]
+    kinds = [payload[8:].decode() for payload in payloads]
+    if len(set(kinds)) > 1:
+        raise ConfigError(f"init: argument `device`: wanted the same kind on all ranks, got {', '.join(kinds)} by rank")
+    return min(struct.unpack("<q", payload[:8])[0] for payload in payloads)
 
 
 def _listen(name: str, size: int) -> socket.socket:

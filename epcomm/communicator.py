@@ -1,116 +1,42 @@
-"""The facade: `init` and `Communicator`. What operations mean is documented here; the layers below do them."""
+"""The facade: `Communicator`. What operations mean is documented here; the layers below do them."""
 
 from __future__ import annotations
 
-import contextvars
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from epcomm import bootstrap, rendezvous
+from epcomm import bootstrap
 from epcomm.collectives.bind import Binder
 from epcomm.collectives.ops import Collectives
 from epcomm.collectives.point_to_point import PointToPoint
-from epcomm.errors import ClosedError, ConfigError, UnsupportedError
-from epcomm.kernels.cpu.target import CpuTarget
+from epcomm.errors import ConfigError
 from epcomm.kernels.protocol.collectives import collective_regions
-from epcomm.kernels.target import make_target
+from epcomm.kernels.target import Target
 from epcomm.moe.config import make_config
 from epcomm.moe.expert_parallel import ExpertParallel
-from epcomm.runtime import LONGEST_TIMEOUT, Runtime
+from epcomm.runtime import Runtime
 from epcomm.work import Fifo, Work
-
-_process_default: Communicator | None = None
-_thread_default: contextvars.ContextVar[Communicator | None] = contextvars.ContextVar("epcomm_default", default=None)
-
-
-def init(
-    group: Any = None,
-    *,
-    store: Any = None,
-    rank: int | None = None,
-    world_size: int | None = None,
-    device: Any = None,
-    transport: str = "auto",
-    num_threads: int | None = None,
-    timeout: float = 600.0,
-) -> Communicator:
-    """Collective: makes a communicator and, if there is none yet, the default one.
-
-    Args:
-        group: a `torch.distributed.ProcessGroup`; used once, to exchange addresses.
-        store, rank, world_size: a `torch.distributed` store, this rank and the number of ranks.
-            Without group and store: `epcomm.launch`, else the default group, else torchrun's environment, else a
-            world of one rank.
-        device: "cpu" or None.
-        transport: "auto" or "shared_memory".
-        num_threads: programs per operation on each rank, the least that any rank asks for; default: cores / ranks.
-        timeout: seconds that an operation may wait for its peers.
-
-    Raises ConfigError for a wrong argument, UnsupportedError if the ranks are on several hosts or `device` isn't "cpu",
-    TimeoutError if not all ranks came in time.
-    """
-    if device is not None and torch.device(device).type != "cpu":
-        raise UnsupportedError(f"init: argument `device`: this build serves cpu, got {device}")
-    if transport not in ("auto", "shared_memory"):
-        raise ConfigError(f"init: argument `transport`: wanted 'auto' or 'shared_memory', got {transport!r}")
-    if not 0 < timeout <= LONGEST_TIMEOUT:
-        raise ConfigError(f"init: argument `timeout`: wanted seconds > 0 and <= {LONGEST_TIMEOUT:g}, got {timeout}")
-    if num_threads is not None and num_threads < 1:
-        raise ConfigError(f"init: argument `num_threads`: wanted at least 1, got {num_threads}")
-    hub = bootstrap.connect(rendezvous.find_rendezvous(group, store, rank, world_size), timeout)
-    try:
-        communicator = Communicator(hub, timeout, num_threads)
-    except BaseException:
-        hub.close()  # peers that wait for this rank see it go
-        raise
-    launched = rendezvous.launched_rank.get()
-    if launched is not None:
-        launched.runtimes.append(weakref.ref(communicator._runtime))
-    _make_default(communicator, per_thread=launched is not None and launched.is_thread)
-    return communicator
-
-
-def _make_default(communicator: Communicator, per_thread: bool) -> None:
-    global _process_default
-    current = _thread_default.get() if per_thread else _process_default
-    if current is not None and not current.closed:
-        return
-    if per_thread:
-        _thread_default.set(communicator)
-    else:
-        _process_default = communicator
-
-
-def default_communicator() -> Communicator:
-    """The communicator behind `epcomm.allreduce` and its relatives."""
-    communicator = _thread_default.get() or _process_default
-    if communicator is None:
-        raise ClosedError("there is no communicator: call epcomm.init() first")
-    return communicator
 
 
 class Communicator:
     """The ranks that talk to each other, from the view of one of them. Made by `init`; a context manager.
 
     Attributes: ``rank``, ``size``, ``device``, ``transport``, ``closed``. Every method but `check`, `abort` and those
-    for messages is collective: all ranks call the same operations in the same order. Tensors are on cpu; results are
-    new tensors unless `out` is given (``out is x`` works in place); with ``async_op=True`` they are a `Work`. Instead
-    of hanging, operations raise `MismatchError`, `PeerFailedError`, `PeerLostError` or `TimeoutError`; then `reset`.
+    for messages is collective: all ranks call the same operations in the same order. Tensors are on `device`; results
+    are new tensors unless `out` is given (``out is x`` works in place); with ``async_op=True`` they are a `Work`.
+    Instead of hanging, operations raise `MismatchError`, `PeerFailedError`, `PeerLostError` or `TimeoutError`; the
+    communicator is then failed until `reset`. SIGINT ends a wait of the main thread.
     """
 
-    transport = "shared_memory"
-
-    def __init__(self, hub: bootstrap.Hub, timeout: float, num_threads: int | None):
+    def __init__(self, hub: bootstrap.Hub, target: Target, num_programs: int, timeout: float):
         self.rank, self.size = hub.rank, hub.size
-        self.device = torch.device("cpu")
-        num_channels = bootstrap.agree_on_threads(hub, num_threads, timeout)
-        regions = collective_regions(self.size, num_channels)
-        self._runtime = Runtime((make_target.get() or CpuTarget)(), hub, regions.size, num_channels, timeout)
-        self._fifo = Fifo("epcomm-async")
-        self._binder = Binder(self._runtime, regions, num_channels)
+        self.device, self.transport = target.device, target.transport
+        regions = collective_regions(self.size, num_programs)
+        self._runtime = Runtime(target, hub, regions.size, num_programs, timeout)
+        self._fifo = Fifo("epcomm-async", is_stream_ordered=self.device.type == "cuda")
+        self._binder = Binder(self._runtime, regions, num_programs)
         self._collectives = Collectives(self._runtime, self._binder, self._fifo)
         self._point_to_point = PointToPoint(self._runtime, regions)
 

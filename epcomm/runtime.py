@@ -50,7 +50,11 @@ class Runtime:
         self._pool: Pool | None = None
         self._contexts: weakref.WeakSet[Context] = weakref.WeakSet()
         self._launch = target.launch
-        self.control = self.segment(control_bytes)
+        self.control = self._guarded(
+            lambda: SymmetricSegment(self.rank, control_bytes, (), self._allgather), control_bytes
+        )
+        target.start(num_threads, self.control.mappings, control.control_region_bytes(self.size))
+        self.collectives = self.control if target.shares_control else self.segment(control_bytes)
         self._own = self.control.own.array(0, control_bytes)
         self._abort = AbortRegion(self.rank, self.control)
         self.texts = OperationTexts(self._own)
@@ -64,19 +68,21 @@ class Runtime:
 
     # ---- memory
 
-    def segment(self, num_bytes: int, prefault: Sequence[tuple[int, int]] = ()) -> SymmetricSegment:
+    def segment(self, num_bytes: int, prefault: Sequence[tuple[int, int]] = ()) -> Any:
         """Collective: a new symmetric segment; `prefault` lists ranges (offset, bytes) to be touched in advance."""
+        return self._guarded(lambda: self.target.segment(self.rank, num_bytes, prefault, self._allgather), num_bytes)
+
+    def _guarded(self, make: Callable[[], Any], num_bytes: int) -> Any:
         self.check()
-
-        def allgather(descriptor: int) -> list[int]:
-            messages = self.hub.allgather(b"", [descriptor], timeout=self.timeout, check=self.check)
-            return [descriptors[0] for _, descriptors in messages]
-
         try:
-            return SymmetricSegment(self.rank, num_bytes, prefault, allgather)
-        except OSError as error:
-            message = f"rank {self.rank}: {num_bytes} bytes of shared memory: {error}"
+            return make()
+        except (OSError, MemoryError) as error:
+            message = f"rank {self.rank}: {num_bytes} bytes of symmetric memory: {error}"
             raise self.fail(EpcommError(message)) from error
+
+    def _allgather(self, payload: bytes, descriptors: Sequence[int] = ()) -> list[tuple[bytes, list[int]]]:
+        """Everyone's payload and descriptors, by rank, outside of the kernels."""
+        return self.hub.allgather(payload, descriptors, timeout=self.timeout, check=self.check)
 
     def new_context(self, *, sequenced: bool) -> Context:
         """A context block; one outside of the sequence (for send and recv) may run beside the others."""
@@ -86,7 +92,7 @@ class Runtime:
         shares_core = self.size > len(os.sched_getaffinity(0))
         words[control.SPINS] = _SPINS_SHARING_CORES if shares_core else _SPINS_WITH_OWN_CORE
         context.set_timeout(self.timeout)
-        words[control.PEERS :] = [*self.control.bases, *self.control.bases]
+        words[control.PEERS :] = [*self.collectives.bases, *self.control.bases]
         words[control.IS_CLOSED] = self.closed
         self._contexts.add(context)
         self._start_generation(context, sequenced)
@@ -214,7 +220,7 @@ class Runtime:
     def _watch_peers(self) -> None:
         own = os.pidfd_open(os.getpid())
         try:
-            messages = self.hub.allgather(b"", [own], timeout=self.timeout, check=self.check)
+            messages = self._allgather(b"", [own])
         finally:
             os.close(own)
         self._pidfds = []

@@ -82,10 +82,13 @@ def _nothing() -> None:
 
 
 class Fifo:
-    """The queue of a communicator (or of one direction of a point-to-point channel). The thread starts on first use."""
+    """The queue of a communicator (or of one direction of a point-to-point channel). The thread starts on first use.
 
-    def __init__(self, name: str):
-        self._name = name
+    `is_stream_ordered`: operations are launched on the current stream of a GPU, at once and without a thread.
+    """
+
+    def __init__(self, name: str, is_stream_ordered: bool = False):
+        self._name, self._is_stream_ordered = name, is_stream_ordered
         self._start()
         _live.add(self)
 
@@ -101,6 +104,9 @@ class Fifo:
             function()  # at once: nothing is before it, or it is called by a future's callback, on the worker
             return result
         work = Work(function, result, text)
+        if self._is_stream_ordered:  # calls return before they are done, and the stream keeps their order
+            work._run()
+            return work
         with self._lock:
             self.pending += 1
             if self._thread is None:

@@ -150,7 +150,7 @@ def test_outcomes_of_ranks() -> None:
 
 def test_processes_serve_again_and_communicators_are_left() -> None:
     def body() -> tuple[int, bool]:
-        had_one = epcomm.communicator._process_default is not None
+        had_one = epcomm.initialize._process_default is not None
         comm = epcomm.init(timeout=20.0)
         comm.barrier()
         return os.getpid(), had_one

@@ -18,7 +18,7 @@ LAYERS = [
     ["kernels", "kernels.cpu", "kernels.gpu"],
     ["runtime", "rendezvous", "bootstrap", "monitor", "abort", "operation", "work", "topology"],
     ["moe", "collectives"],
-    ["communicator"],
+    ["communicator", "initialize"],
     ["launcher", "demo", "cli", "aot", "model", "testing", "integrations", "__init__"],
 ]
 # Neighbours in one layer may import each other, except for these.

@@ -11,23 +11,23 @@ from epcomm.errors import ConfigError, UnsupportedError
 from epcomm.runtime import LONGEST_TIMEOUT
 
 
-def is_plain(tensor: object) -> bool:
-    """True for what needs no further look: a contiguous CPU tensor whose memory holds the values it shows."""
+def is_plain(tensor: object, device: torch.device) -> bool:
+    """True for what needs no further look: a contiguous tensor on the device whose memory holds the values it shows."""
     return (
         type(tensor) is torch.Tensor
-        and tensor.is_cpu
+        and tensor.device == device
         and tensor.layout is torch.strided
         and tensor.is_contiguous()
         and not (tensor.is_neg() or tensor.is_conj() or tensor.is_quantized)
     )
 
 
-def check_tensor(where: str, name: str, tensor: object) -> torch.Tensor:
-    """A strided CPU tensor, or an error."""
+def check_tensor(where: str, name: str, tensor: object, device: torch.device) -> torch.Tensor:
+    """A strided tensor on the device, or an error."""
     if not isinstance(tensor, torch.Tensor):
         raise ConfigError(f"{where}: argument `{name}`: wanted a tensor, got {type(tensor).__name__}")
-    if tensor.device.type != "cpu":
-        raise ConfigError(f"{where}: argument `{name}`: wanted a tensor on cpu, got one on {tensor.device}")
+    if tensor.device != device:
+        raise ConfigError(f"{where}: argument `{name}`: wanted a tensor on {device}, got one on {tensor.device}")
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise UnsupportedError(f"{where}: argument `{name}`: wanted a dense tensor, got layout {tensor.layout}")
     tensor = tensor.detach()
@@ -37,10 +37,10 @@ def check_tensor(where: str, name: str, tensor: object) -> torch.Tensor:
 def check_out(where: str, out: torch.Tensor | None, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     """`out` if it fits, else an error; a new tensor if there is none."""
     if out is None:
-        return torch.empty(tuple(shape), dtype=like.dtype)
-    if is_plain(out) and out.dtype is like.dtype and out.shape == shape:
+        return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
+    if is_plain(out, like.device) and out.dtype is like.dtype and out.shape == shape:
         return out
-    check_tensor(where, "out", out)
+    check_tensor(where, "out", out, like.device)
     if out.dtype != like.dtype or tuple(out.shape) != tuple(shape):
         raise ConfigError(
             f"{where}: argument `out`: wanted {like.dtype} {tuple(shape)}, got {out.dtype} {tuple(out.shape)}"

@@ -58,7 +58,7 @@ class Collectives:
 
     def __init__(self, runtime: Runtime, binder: Binder, fifo: Fifo):
         self.runtime, self._binder, self._fifo = runtime, binder, fifo
-        self._everyone = range(runtime.size)
+        self._everyone, self._device = range(runtime.size), runtime.target.device
 
     def _where(self, name: str) -> str:
         return f"rank {self.runtime.rank}: {name}"
@@ -104,8 +104,8 @@ class Collectives:
     @_rejecting
     def allreduce(self, x: torch.Tensor, op: str, out: torch.Tensor | None, algorithm: str, async_op: bool,
                   timeout: float | None) -> Any:  # fmt: skip
-        if not is_plain(x):
-            x = check_tensor(self._where("allreduce"), "x", x).contiguous()
+        if not is_plain(x, self._device):
+            x = check_tensor(self._where("allreduce"), "x", x, self._device).contiguous()
         if not isinstance(op, str):
             self._check_op(self._where("allreduce"), x.dtype, op)
         operation = self._binder.bound.get((x.shape, x.dtype, op, algorithm))
@@ -120,7 +120,7 @@ class Collectives:
     @_rejecting
     def bind_allreduce(self, x: torch.Tensor, op: str, out: torch.Tensor | None, algorithm: str) -> Callable[[], Any]:
         where = self._where("bind_allreduce")
-        data = check_tensor(where, "x", x)
+        data = check_tensor(where, "x", x, self._device)
         if data.data_ptr() != x.data_ptr() or not data.is_contiguous():
             raise ConfigError(f"{where}: argument `x`: wanted a contiguous tensor, got strides {x.stride()}")
         result = check_out(where, x if out is None else out, x.shape, x)
@@ -142,7 +142,7 @@ class Collectives:
     def reduce(self, x: torch.Tensor, dst: int, op: str, out: torch.Tensor | None, async_op: bool,
                timeout: float | None) -> Any:  # fmt: skip
         where = self._where("reduce")
-        x, dst = check_tensor(where, "x", x), check_rank(where, "dst", dst, self.runtime.size)
+        x, dst = check_tensor(where, "x", x, self._device), check_rank(where, "dst", dst, self.runtime.size)
         key = ("reduce", x.shape, x.dtype, op, dst)
         operation = self._binder.cached(key, lambda: self._bind_reduce("reduce", x, op, "auto", dst))
         source, num_bytes = x.contiguous(), _num_bytes(x)
@@ -176,7 +176,7 @@ class Collectives:
     def _gather(self, name: str, x: torch.Tensor, dst: int, out: torch.Tensor | None, async_op: bool,
                 timeout: float | None) -> Any:  # fmt: skip
         where = self._where(name)
-        x = check_tensor(where, "x", x)
+        x = check_tensor(where, "x", x, self._device)
         receives = dst in (-1, self.runtime.rank)
         shape = (self.runtime.size * x.shape[0], *x.shape[1:]) if x.dim() else (self.runtime.size,)
         result = check_out(where, out, shape, x) if receives else None
@@ -195,7 +195,7 @@ class Collectives:
     def broadcast(self, x: torch.Tensor, src: int, out: torch.Tensor | None, async_op: bool,
                   timeout: float | None) -> Any:  # fmt: skip
         where = self._where("broadcast")
-        x, size = check_tensor(where, "x", x), self.runtime.size
+        x, size = check_tensor(where, "x", x, self._device), self.runtime.size
         check_rank(where, "src", src, size)
         result, each = check_out(where, out, x.shape, x), _num_bytes(x)
 
@@ -213,12 +213,13 @@ class Collectives:
         where, size = self._where("scatter"), self.runtime.size
         check_rank(where, "src", src, size)
         if self.runtime.rank == src:
-            x = check_tensor(where, "x", x)
+            x = check_tensor(where, "x", x, self._device)
             rows = check_divisible(where, x, size)
             result = check_out(where, out, (rows, *x.shape[1:]), x)
         elif out is None:
             raise ConfigError(f"{where}: argument `out`: wanted a tensor to receive into: only rank {src} has x")
         else:
+            check_tensor(where, "out", out, self._device)
             x = result = check_out(where, out, out.shape, out)
         each = _num_bytes(result)
 
@@ -235,7 +236,7 @@ class Collectives:
     def reduce_scatter(self, x: torch.Tensor, op: str, out: torch.Tensor | None, async_op: bool,
                        timeout: float | None) -> Any:  # fmt: skip
         where, size = self._where("reduce_scatter"), self.runtime.size
-        x = check_tensor(where, "x", x)
+        x = check_tensor(where, "x", x, self._device)
         rows = check_divisible(where, x, size)
         self._check_op(where, x.dtype, op)
         result = check_out(where, out, (rows, *x.shape[1:]), x)
@@ -252,7 +253,7 @@ class Collectives:
     @_rejecting
     def alltoall(self, x: torch.Tensor, out: torch.Tensor | None, async_op: bool, timeout: float | None) -> Any:
         where, size = self._where("alltoall"), self.runtime.size
-        x = check_tensor(where, "x", x)
+        x = check_tensor(where, "x", x, self._device)
         check_divisible(where, x, size)
         result, each = check_out(where, out, x.shape, x), _num_bytes(x) // size
 
@@ -267,11 +268,11 @@ class Collectives:
     def alltoallv(self, x: torch.Tensor, send_splits: Sequence[int], recv_splits: Sequence[int] | None,
                   out: torch.Tensor | None, async_op: bool, timeout: float | None) -> Any:  # fmt: skip
         where, size, rank = self._where("alltoallv"), self.runtime.size, self.runtime.rank
-        x = check_tensor(where, "x", x)
+        x = check_tensor(where, "x", x, self._device)
         if x.dim() == 0:
             raise ConfigError(f"{where}: argument `x`: wanted at least 1 dimension, got a scalar")
         sends = check_splits(where, "send_splits", send_splits, x.shape[0], size)
-        matrix = self.allgather(torch.tensor([sends]), None, False, timeout)
+        matrix = self.allgather(torch.tensor([sends], device=self._device), None, False, timeout)
         receives = matrix[:, rank].tolist()
         if recv_splits is not None and check_splits(where, "recv_splits", recv_splits, None, size) != receives:
             raise ConfigError(

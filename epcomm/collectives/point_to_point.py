@@ -57,7 +57,7 @@ class PointToPoint:
             args.words[protocol.INBOX] = self._regions.inbox + sender * self._regions.inbox_bytes
             operation = Operation(target.send() if kind == "send" else target.recv(), args, kind)
             context = self._runtime.new_context(sequenced=False)
-            channel = _Channel(operation, count, context, Fifo(f"epcomm-{kind}-{peer}"))
+            channel = _Channel(operation, count, context, Fifo(f"epcomm-{kind}-{peer}", target.device.type == "cuda"))
             channel.start_generation(self._runtime.generation)
             self._channels[kind, peer] = channel
         return channel
@@ -67,7 +67,7 @@ class PointToPoint:
         """Sends `tensor` to, or receives it from, `peer`; the k-th send of a pair meets the k-th recv."""
         where, name = f"rank {self._runtime.rank}: {kind}", "x" if kind == "send" else "out"
         try:
-            data = check_tensor(where, name, tensor)
+            data = check_tensor(where, name, tensor, self._runtime.target.device)
             check_timeout(where, timeout)
             check_rank(where, "dst" if kind == "send" else "src", peer, self._runtime.size)
             if peer == self._runtime.rank:

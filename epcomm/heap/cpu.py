@@ -7,8 +7,10 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+import torch
 
 from epcomm.heap.layout import PAGE, align_up
 
@@ -25,6 +27,44 @@ def create_memory_file(size: int) -> int:
     descriptor = os.memfd_create("epcomm", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, size)
     return descriptor
+
+
+#: sends a payload and file descriptors to all ranks; everyone's by rank, descriptors opened here
+Allgather = Callable[[bytes, Sequence[int]], list[tuple[bytes, list[int]]]]
+
+
+class LentArray(np.ndarray):
+    """Bytes of a segment, lent: torch keeps this object while a storage on it lives, and it keeps the lease."""
+
+    lease: Any
+
+    def tensor(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """A tensor on these bytes at an offset; it keeps them alive."""
+        count = 1
+        for extent in shape:
+            count *= extent
+        if count == 0:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(self, dtype=dtype, count=count, offset=offset).view(shape)
+
+
+def owned_array(num_bytes: int) -> LentArray:
+    """Memory that is nobody else's, with the interface of what is lent. Pages that are never written take none."""
+    return np.empty(num_bytes, dtype=np.uint8).view(LentArray)
+
+
+class _Part:
+    """A range of a mapping, as `BlockPool` lends it."""
+
+    __slots__ = ("_array",)
+
+    def __init__(self, array: np.ndarray):
+        self._array = array
+
+    def lend(self, lease: Any) -> LentArray:
+        buffer = self._array.view(LentArray)
+        buffer.lease = lease
+        return buffer
 
 
 class Mapping:
@@ -54,11 +94,15 @@ class Mapping:
         buffer.mapping = self  # type: ignore[attr-defined]
         return np.frombuffer(buffer, dtype=np.uint8)  # type: ignore[call-overload]
 
+    def part(self, offset: int, num_bytes: int) -> _Part:
+        """A range that can be lent."""
+        return _Part(self.array(offset, num_bytes))
+
 
 class SymmetricSegment:
     """One segment of a heap: every rank's mapping of every rank's memory. ``bases`` holds the addresses, by rank.
 
-    Collective to make: `allgather` sends this rank's descriptor to its peers and returns everyone's, which it opened.
+    Collective to make: `allgather` sends a payload and file descriptors to all ranks and returns everyone's, by rank.
     `prefault` lists ranges (offset, bytes) whose pages are taken in advance.
     """
 
@@ -67,14 +111,14 @@ class SymmetricSegment:
         rank: int,
         num_bytes: int,
         prefault: Sequence[tuple[int, int]],
-        allgather: Callable[[int], list[int]],
+        allgather: Allgather,
     ):
         descriptor = create_memory_file(num_bytes)
         try:
             self.own = Mapping(descriptor, num_bytes)
             for offset, length in prefault:  # before any peer touches them: the pages are this rank's, on its node
                 self.own.prefault(offset, length)
-            descriptors = allgather(descriptor)
+            descriptors = [received[0] for _, received in allgather(b"", [descriptor])]
         finally:
             os.close(descriptor)
         try:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from epcomm.heap.cpu import Allgather, Mapping
 from epcomm.heap.private import PrivateMemory
 
 
@@ -29,7 +30,23 @@ class Target(Protocol):
     """
 
     name: str
+    device: torch.device  # of the tensors
+    kind: str  # of device, the same on all ranks
+    transport: str
     runs_on_threads: bool  # programs are run by threads of the rank's pool
+    shares_control: bool  # the control region's segment can hold the collectives' regions too
+
+    def default_num_programs(self, size: int) -> int:
+        """How many programs each of `size` ranks on this machine runs if nobody says."""
+
+    def start(self, num_programs: int, control_regions: Sequence[Mapping], num_bytes: int) -> None:
+        """Called once all ranks' control regions are mapped: `num_bytes` of each, in host memory."""
+
+    def segment(self, rank: int, num_bytes: int, prefault: Sequence[tuple[int, int]], allgather: Allgather) -> Any:
+        """Collective: a symmetric segment, with ``own`` and ``bases``."""
+
+    def owned_memory(self, num_bytes: int) -> Any:
+        """Memory of a result that lends nothing, with the interface of what is lent."""
 
     def private(self, num_bytes: int) -> PrivateMemory:
         """Zeroed private memory for blocks of words."""

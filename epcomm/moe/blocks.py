@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from heapq import heappop, heappush
-
-import numpy as np
-import torch
-
-from epcomm.heap.cpu import Mapping
+from typing import Any
 
 
 class Lease:
@@ -29,34 +25,26 @@ class Lease:
         self.release()
 
 
-class _LeasedBuffer(np.ndarray):
-    """A block's bytes; torch keeps this object for as long as a storage on it lives, and it keeps the lease."""
-
-    lease: Lease
-
-
 class BlockPool:
     """The blocks of one kind in this rank's part of a segment."""
 
-    def __init__(self, mapping: Mapping, offset: int, block_bytes: int, num_blocks: int, num_lent: int):
+    def __init__(self, mapping: Any, offset: int, block_bytes: int, num_blocks: int, num_lent: int):
         self.address, self.block_bytes = mapping.address + offset, block_bytes
         self.free = list(range(num_lent))  # a heap: the lowest block is the most likely to be in cache
         self._size = block_bytes * num_blocks
-        self._arrays = [mapping.array(offset + i * block_bytes, block_bytes) for i in range(num_blocks)]
+        self._parts = [mapping.part(offset + i * block_bytes, block_bytes) for i in range(num_blocks)]
 
     def take(self) -> Lease:
         """The free block with the lowest number; there must be one."""
         return Lease(self, heappop(self.free))
 
-    def buffer(self, lease: Lease) -> np.ndarray:
-        """The block's bytes, as an object that keeps the lease."""
-        buffer = self._arrays[lease.index].view(_LeasedBuffer)
-        buffer.lease = lease
-        return buffer
+    def buffer(self, lease: Lease) -> Any:
+        """The block's bytes, as an object that keeps the lease and gives tensors on them (``tensor``)."""
+        return self._parts[lease.index].lend(lease)
 
     def free_arrays(self) -> None:
         """Lets go of the memory. Buffers that were made keep their part of it."""
-        self._arrays.clear()
+        self._parts.clear()
 
     def locate(self, address: int) -> tuple[int, int] | None:
         """Block number and offset of an address in this pool, or None."""
@@ -64,13 +52,3 @@ class BlockPool:
         if 0 <= offset < self._size:
             return divmod(offset, self.block_bytes)
         return None
-
-
-def tensor_at(buffer: np.ndarray, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor on a buffer's memory at a byte offset; it keeps the buffer alive."""
-    count = 1
-    for extent in shape:
-        count *= extent
-    if count == 0:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset).view(shape)

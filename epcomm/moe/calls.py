@@ -40,6 +40,7 @@ class Calls:
     def __init__(self, runtime: Runtime, binder: Binder, config: Config, name: str):
         self._runtime, self._binder, self._config, self._name = runtime, binder, config, name
         self.generation, self.is_closed = runtime.generation, False
+        self._device = runtime.target.device
         self._row_bytes = config.hidden * config.dtype.itemsize
         self._is_flat, self._is_padded = config.layout == "flat", config.layout == "padded"
         self._padded_shape = len(config.experts_of(runtime.rank)), runtime.size * config.max_tokens
@@ -54,7 +55,7 @@ class Calls:
                 num_tokens <= self._config.max_tokens
                 and topk <= self._config.topk
                 and topk_idx.dtype in INDEX_DTYPES
-                and topk_idx.is_cpu
+                and topk_idx.device == self._device
                 and topk_idx.is_contiguous()
                 and not self.is_closed
             ):
@@ -68,7 +69,7 @@ class Calls:
         if not isinstance(routing, Routing):
             return None
         where = f"rank {self._runtime.rank}: {operation}"
-        return self.checked(check_weights, where, weights, routing.num_tokens, routing.topk)
+        return self.checked(check_weights, where, weights, self._device, routing.num_tokens, routing.topk)
 
     def dispatch(self, x: Any, routing: Any, has_weights: bool) -> tuple[Any, Bound]:
         """(tensors of x, bound operation) of a dispatch."""
@@ -92,7 +93,7 @@ class Calls:
             return self.checked(self._bind_combine, y, routing, has_weights, bias, outs, reduce)
         lead = self._out_shape(routing, reduce)
         if not outs:
-            return y, tuple(torch.empty((*lead, row.shape[-1]), dtype=row.dtype) for row in y), bound
+            return y, tuple(torch.empty((*lead, row.shape[-1]), dtype=row.dtype, device=row.device) for row in y), bound
         for result in outs:
             if result.shape[:-1] != lead:
                 return self.checked(self._bind_combine, y, routing, has_weights, bias, outs, reduce)
@@ -116,8 +117,8 @@ class Calls:
                 routing.index_dtype,
                 has_weights,
                 reduce,
-                *[(t.dtype, t.shape[-1], t.stride(), t.is_cpu, t.is_neg()) for t in tensors],
-                *[(t.dtype, t.shape[-1], t.stride(), t.is_cpu) for t in outs],
+                *[(t.dtype, t.shape[-1], t.stride(), t.device, t.is_neg()) for t in tensors],
+                *[(t.dtype, t.shape[-1], t.stride(), t.device) for t in outs],
             )
         except (AttributeError, IndexError, TypeError):
             return None
@@ -141,13 +142,13 @@ class Calls:
     def _check_indices(self, topk_idx: Any) -> torch.Tensor:
         where = f"rank {self._runtime.rank}: route"
         self._check_open(where)
-        return check_indices(where, topk_idx, self._config.max_tokens, self._config.topk)
+        return check_indices(where, topk_idx, self._device, self._config.max_tokens, self._config.topk)
 
     def _bind_dispatch(self, x: Any, routing: Any, has_weights: bool) -> tuple[Any, Bound]:
         where = f"rank {self._runtime.rank}: dispatch"
         self._check_routing(where, "routing", routing)
         x = as_tuple(where, "x", x)
-        tensors = [check_rows(where, "x", tensor, (routing.num_tokens,)) for tensor in x]
+        tensors = [check_rows(where, "x", tensor, self._device, (routing.num_tokens,)) for tensor in x]
         check_row_bytes(where, "x", tensors, self._row_bytes)
         bound = self._binder.dispatch(tensors, routing.topk, routing.index_dtype, has_weights)
         if _are_read_in_place(x, tensors):
@@ -168,10 +169,10 @@ class Calls:
             check_flat_combine(where, has_weights, reduce)
         lead = self.rows_shape(routing)
         y = as_tuple(where, "y", y)
-        rows = [check_rows(where, "y", tensor, lead, ROW_SUM_DTYPES) for tensor in y]
+        rows = [check_rows(where, "y", tensor, self._device, lead, ROW_SUM_DTYPES) for tensor in y]
         check_row_bytes(where, "y", rows, self._row_bytes)
         shapes = [(*self._out_shape(routing, reduce), row.shape[-1]) for row in rows]
-        results = check_out(where, outs or None, shapes, [row.dtype for row in rows], ROW_SUM_DTYPES)
+        results = check_out(where, outs or None, self._device, shapes, [row.dtype for row in rows], ROW_SUM_DTYPES)
         bound = self._binder.combine(rows, results, routing.topk, has_weights, reduce)
         if bias is not None:
             addends = check_bias(where, bias, rows, routing.num_tokens, reduce)
@@ -190,7 +191,7 @@ class Calls:
             return None
         where = f"rank {self._runtime.rank}: dispatch"
         shapes = [(*self.rows_shape(routing), tensor.shape[1]) for tensor in x]
-        return check_out(where, out, shapes, [tensor.dtype for tensor in x])
+        return check_out(where, out, self._device, shapes, [tensor.dtype for tensor in x])
 
     def _check_open(self, where: str) -> None:
         if self.is_closed or self._runtime.closed:

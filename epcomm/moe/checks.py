@@ -29,16 +29,19 @@ def as_tuple(where: str, name: str, value: Any) -> tuple[torch.Tensor, ...]:
     return tensors
 
 
-def check_indices(where: str, topk_idx: Any, max_tokens: int, max_topk: int) -> torch.Tensor:
-    """[num_tokens, topk] int32 or int64 on cpu, contiguous."""
+def check_indices(
+    where: str, topk_idx: Any, device: torch.device, max_tokens: int, max_topk: int
+) -> torch.Tensor:
+    """[num_tokens, topk] int32 or int64 on the device, contiguous."""
     if (
         not isinstance(topk_idx, torch.Tensor)
         or topk_idx.dim() != 2
         or topk_idx.dtype not in INDEX_DTYPES
-        or topk_idx.device.type != "cpu"
+        or topk_idx.device != device
     ):
         raise ConfigError(
-            f"{where}: argument `topk_idx`: wanted int32 or int64 [num_tokens, topk] on cpu, got {describe(topk_idx)}"
+            f"{where}: argument `topk_idx`: wanted int32 or int64 [num_tokens, topk] on {device}, got "
+            f"{describe(topk_idx)}"
         )
     num_tokens, topk = topk_idx.shape
     if num_tokens > max_tokens:
@@ -49,21 +52,26 @@ def check_indices(where: str, topk_idx: Any, max_tokens: int, max_topk: int) -> 
 
 
 def check_rows(
-    where: str, name: str, tensor: Any, leading: Sequence[int], dtypes: Sequence[torch.dtype] | None = None
+    where: str,
+    name: str,
+    tensor: Any,
+    device: torch.device,
+    leading: Sequence[int],
+    dtypes: Sequence[torch.dtype] | None = None,
 ) -> torch.Tensor:
-    """[*leading, any width >= 1] on cpu, as rows at one stride: [rows, width], copied if they don't lie so."""
+    """[*leading, any width >= 1] on the device, as rows at one stride: [rows, width], copied if they don't lie so."""
     wanted_dtype = "any dtype" if dtypes is None else " or ".join(str(dtype) for dtype in dtypes)
     if (
         not isinstance(tensor, torch.Tensor)
         or tuple(tensor.shape[:-1]) != tuple(leading)
         or tensor.dim() == 0
         or tensor.shape[-1] < 1
-        or tensor.device.type != "cpu"
+        or tensor.device != device
         or tensor.layout != torch.strided
         or (dtypes is not None and tensor.dtype not in dtypes)
     ):
         shape = ", ".join([*map(str, leading), "hidden"])
-        wanted = f"[{shape}] of {wanted_dtype} on cpu"
+        wanted = f"[{shape}] of {wanted_dtype} on {device}"
         raise ConfigError(f"{where}: argument `{name}`: wanted {wanted}, got {describe(tensor)}")
     rows = tensor.detach()
     if rows.dim() != 2:
@@ -73,16 +81,17 @@ def check_rows(
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
-def check_weights(where: str, weights: Any, num_tokens: int, topk: int) -> torch.Tensor:
-    """[num_tokens, topk] of a float dtype on cpu, as contiguous float32."""
+def check_weights(where: str, weights: Any, device: torch.device, num_tokens: int, topk: int) -> torch.Tensor:
+    """[num_tokens, topk] of a float dtype on the device, as contiguous float32."""
     if (
         not isinstance(weights, torch.Tensor)
         or tuple(weights.shape) != (num_tokens, topk)
         or not weights.dtype.is_floating_point
-        or weights.device.type != "cpu"
+        or weights.device != device
     ):
         raise ConfigError(
-            f"{where}: argument `topk_weights`: wanted floats [{num_tokens}, {topk}] on cpu, got {describe(weights)}"
+            f"{where}: argument `topk_weights`: wanted floats [{num_tokens}, {topk}] on {device}, got "
+            f"{describe(weights)}"
         )
     return weights if weights.dtype == torch.float32 and weights.is_contiguous() else weights.float().contiguous()
 
@@ -100,13 +109,16 @@ def check_row_bytes(where: str, name: str, tensors: Sequence[torch.Tensor], most
 def check_out(
     where: str,
     out: Any,
+    device: torch.device,
     shapes: Sequence[tuple[int, ...]],
     default_dtypes: Sequence[torch.dtype],
     dtypes: Sequence[torch.dtype] = (),
 ) -> tuple[torch.Tensor, ...]:
     """The caller's result tensors if they fit, else an error; new ones if there are none. No `dtypes`: the default."""
     if out is None:
-        return tuple(torch.empty(shape, dtype=dtype) for shape, dtype in zip(shapes, default_dtypes, strict=True))
+        return tuple(
+            torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, default_dtypes, strict=True)
+        )
     outs = as_tuple(where, "out", out)
     if len(outs) != len(shapes):
         raise ConfigError(f"{where}: argument `out`: wanted {len(shapes)} tensors, got {len(outs)}")
@@ -117,12 +129,13 @@ def check_out(
             not isinstance(tensor, torch.Tensor)
             or tuple(tensor.shape) != shape
             or tensor.dtype not in allowed
-            or tensor.device.type != "cpu"
+            or tensor.device != device
             or not (tensor.is_contiguous() or is_strided_rows)
         ):
             names = " or ".join(str(dtype) for dtype in allowed)
             raise ConfigError(
-                f"{where}: argument `out`: wanted {shape} of {names} on cpu, rows contiguous, got {describe(tensor)}"
+                f"{where}: argument `out`: wanted {shape} of {names} on {device}, rows contiguous, got "
+                f"{describe(tensor)}"
             )
     return outs
 
@@ -146,7 +159,7 @@ def check_bias(
         raise ConfigError(f"{where}: argument `bias`: wanted {len(rows)} tensors like y, got {len(biases)}")
     checked = []
     for addend, row in zip(biases, rows, strict=True):
-        checked.append(check_rows(where, "bias", addend, (num_tokens,), (row.dtype,)))
+        checked.append(check_rows(where, "bias", addend, row.device, (num_tokens,), (row.dtype,)))
         if addend.shape[1] != row.shape[1]:
             raise ConfigError(f"{where}: argument `bias`: wanted width {row.shape[1]}, got {addend.shape[1]}")
     return checked

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from epcomm.device.control import GENERATION_SHIFT
@@ -34,6 +33,7 @@ class ExpertParallel:
         self._closing = closing  # the barrier of close()
         self._runtime, self._fifo, self.config, self.name = runtime, fifo, config, name
         self.rank, self.size, self.generation = runtime.rank, runtime.size, runtime.generation
+        self.device, self.owned_memory = runtime.target.device, runtime.target.owned_memory
         self.num_experts, self.alignment = config.num_experts, config.alignment
         self.layout_code, self._is_latency = LAYOUTS[config.layout], config.mode == "latency"
         self.local_expert_ids = config.experts_of(self.rank)
@@ -223,7 +223,7 @@ class ExpertParallel:
         self._fifo.call(run, None, False, operation.text)
         return status[0]
 
-    def take_output(self) -> np.ndarray | None:
+    def take_output(self) -> Any:
         """For `Received.output_buffer`: an output block that all peers have read, or None if there is no free one."""
         pool = self._memory.outputs
         if self._calls.is_closed:

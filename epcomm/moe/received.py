@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from epcomm.kernels.protocol import expert_parallel as protocol
-from epcomm.moe.blocks import tensor_at
 from epcomm.moe.routing import Routing
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ class Received:
     """
 
     def __init__(self, ep: ExpertParallel, routing: Routing, tensors: Tensors, is_tuple: bool, has_weights: bool,
-                 buffer: np.ndarray):  # fmt: skip
+                 buffer: Any):  # fmt: skip
         self.ep, self.routing = ep, routing
         self._tensors, self._is_tuple, self._has_weights, self._buffer = tensors, is_tuple, has_weights, buffer
 
@@ -41,7 +40,7 @@ class Received:
         """The rows."""
         shape = self._rows_shape()
         views = tuple(
-            tensor_at(self._buffer, self.ep.regions.rows + offset, dtype, (*shape, width))
+            self._buffer.tensor(self.ep.regions.rows + offset, dtype, (*shape, width))
             for dtype, width, offset in self._tensors
         )
         return views if self._is_tuple else views[0]
@@ -55,13 +54,14 @@ class Received:
         shape = self._rows_shape()
         buffer = self.ep.take_output()
         if buffer is None:
-            views = tuple(torch.empty((*shape, width), dtype=dtype) for dtype, width, _ in self._tensors)
+            device = self.ep.device
+            views = tuple(torch.empty((*shape, width), dtype=dtype, device=device) for dtype, width, _ in self._tensors)
         else:
-            views = tuple(tensor_at(buffer, at, dtype, (*shape, width)) for dtype, width, at in self._tensors)
+            views = tuple(buffer.tensor(at, dtype, (*shape, width)) for dtype, width, at in self._tensors)
         return views if self._is_tuple else views[0]
 
     def _per_row(self, offset: int, dtype: torch.dtype, *width: int) -> torch.Tensor:
-        return tensor_at(self._buffer, offset, dtype, (*self._rows_shape(), *width))
+        return self._buffer.tensor(offset, dtype, (*self._rows_shape(), *width))
 
     @cached_property
     def topk_weights(self) -> torch.Tensor | None:
@@ -83,7 +83,7 @@ class Received:
         starts = self.expert_offsets.tolist()
         for number, count in enumerate(self.expert_counts_list):
             index[starts[number] : starts[number] + count] = number
-        return index
+        return index.to(self.ep.device)
 
     @cached_property
     def expert_counts(self) -> torch.Tensor:
@@ -92,7 +92,7 @@ class Received:
             index = self.topk_idx
             assert index is not None
             return torch.bincount(index[index >= 0].flatten(), minlength=len(self.ep.local_expert_ids)).int()
-        return torch.from_numpy(self.routing.received_counts().sum(axis=0, dtype=np.int32))
+        return torch.from_numpy(self.routing.received_counts().sum(axis=0, dtype=np.int32)).to(self.ep.device)
 
     @cached_property
     def expert_counts_list(self) -> list[int]:
@@ -106,7 +106,7 @@ class Received:
             return None
         counts = self.routing.received_counts().sum(axis=0, dtype=np.int64)
         aligned = -(-counts // self.ep.alignment) * self.ep.alignment
-        return torch.from_numpy(np.concatenate([[0], np.cumsum(aligned)]).astype(np.int32))
+        return torch.from_numpy(np.concatenate([[0], np.cumsum(aligned)]).astype(np.int32)).to(self.ep.device)
 
     @property
     def grouped_mm_offs(self) -> torch.Tensor | None:
@@ -123,7 +123,7 @@ class Received:
         """int32: each row's source rank; -1 where there is no row."""
         ranks = np.arange(self.ep.size, dtype=np.int32)
         if self.ep.layout_code == protocol.FLAT:
-            return torch.from_numpy(np.repeat(ranks, self.routing.received_tokens()))
+            return torch.from_numpy(np.repeat(ranks, self.routing.received_tokens())).to(self.ep.device)
         sources = np.full(self._rows_shape(), -1, dtype=np.int32)
         starts = None if self.expert_offsets is None else self.expert_offsets.tolist()
         for number, counts in enumerate(self.routing.received_counts().T):
@@ -132,13 +132,13 @@ class Received:
                 sources[number, : len(rows)] = rows
             else:
                 sources[starts[number] : starts[number] + len(rows)] = rows
-        return torch.from_numpy(sources)
+        return torch.from_numpy(sources).to(self.ep.device)
 
 
 def copy_block(received: Received, out: tuple[torch.Tensor, ...] | None) -> Received:
     """The same result in memory of its own, its rows in `out` if given. The receive block is free afterwards."""
     ep, routing, regions = received.ep, received.routing, received.ep.regions
-    owned = np.empty(regions.size, dtype=np.uint8)  # pages that are never written take no memory
+    owned = ep.owned_memory(regions.size)
     copied = Received(ep, routing, received._tensors, received._is_tuple, received._has_weights, owned)
     if out is not None:
         copied.__dict__["x"] = out if received._is_tuple else out[0]

@@ -243,7 +243,7 @@ _stack_file: Any = None
 def _prepare(stack_path: str) -> list[Any]:
     """Writes all stacks to a file at every signal, and loads what every test needs."""
     global _stack_file
-    import epcomm.communicator  # noqa: F401
+    import epcomm.initialize  # noqa: F401
 
     _stack_file = open(stack_path, "a")
     faulthandler.register(_STACK_SIGNAL, _stack_file, all_threads=True)
@@ -283,13 +283,13 @@ def _run_rank(task: bytes, launched: LaunchedRank) -> Any:
 
 def _leave_communicators(launched: LaunchedRank) -> None:
     """Closes, without waiting for anyone, what the function has left open."""
-    from epcomm import communicator
+    from epcomm import initialize
 
-    default = communicator._thread_default.get() if launched.is_thread else communicator._process_default
+    default = initialize._thread_default.get() if launched.is_thread else initialize._process_default
     if default is not None:
         default._close(None)
     if not launched.is_thread:
-        communicator._process_default = None
+        initialize._process_default = None
     for reference in launched.runtimes:
         runtime = reference()
         if runtime is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,6 +27,7 @@ class Kernel:
     programs: Callable[[int], int]
     num_warps: int
     max_registers: int
+    reports: bool = False  # the host needs its status, or what it leaves in private memory, before it goes on
     constants: dict[str, Any] = field(default_factory=dict)
     is_single = False  # for `Operation`: no pool of threads is involved
 
@@ -45,13 +47,22 @@ class Kernel:
 
 
 def kernel(
-    name: str, *, programs: Callable[[int], int], num_warps: int = 8, max_registers: int = 128
+    name: str,
+    *,
+    programs: Callable[[int], int],
+    num_warps: int = 8,
+    max_registers: int = 128,
+    reports: bool = False,
 ) -> Callable[[Any], Kernel]:
     """Declares a kernel."""
 
     def declare(function: Any) -> Kernel:
         function.__globals__.setdefault("tl", tl)  # the interpreter patches what it finds there
-        return Kernel(name, triton.jit(function), programs, num_warps, max_registers)
+        annotations = function.__annotations__
+        numbers = [name for name in inspect.signature(function).parameters if name not in annotations]
+        annotations |= dict.fromkeys(numbers, "int64")  # else a number's size and divisibility would make more arms
+        compiled = triton.jit(function, do_not_specialize=numbers)
+        return Kernel(name, compiled, programs, num_warps, max_registers, reports)
 
     return declare
 

@@ -19,6 +19,11 @@ class FailureWords:
         address = int(context[control.PEERS + size + rank]) + control.FAILURE
         self._context, self._words = context, (ctypes.c_int64 * control.FAILURE_WORDS).from_address(address)
 
+    @property
+    def is_set(self) -> bool:
+        """True if a launch has been stopped since the last `take`."""
+        return self._words[0] != control.OK
+
     def take(self, fingerprint: int) -> int:
         """The status of what was launched, whose details go to the context block. The next launch starts afresh.
 

@@ -12,7 +12,6 @@ from epcomm.device.gpu.machine import clock_ns, device, relax
 from epcomm.device.gpu.memory import (
     compare_exchange,
     fetch_add,
-    load64,
     load_acquire,
     set_word,
     store_release,
@@ -54,8 +53,8 @@ def _push_header(ctx, sequence, fingerprint):
 def enter(ctx, fingerprint):
     """(number of this program in the order of starting, which CUDA doesn't promise of its ids; status).
 
-    The first one begins the operation: it takes a sequence number and tells the peers what it is, unless the
-    fingerprint is 0 (send and recv have no sequence). After a failure the status is ABORTED and nothing begins.
+    The first one begins the operation: it tells the peers what has the next sequence number, unless the fingerprint is
+    0 (send and recv have no sequence). After a failure the status is ABORTED and nothing begins.
     """
     program = fetch_add(ctx + control.TICKET * 8, 1)
     status = tl.cast(control.OK, tl.int64)
@@ -63,10 +62,8 @@ def enter(ctx, fingerprint):
         status = tl.cast(control.ABORTED, tl.int64)
     elif program == 0:
         if fingerprint != 0:
-            sequence = word(ctx, control.SEQUENCE) + 1
-            set_word(ctx, control.SEQUENCE, sequence)
             set_word(ctx, control.FINGERPRINT, fingerprint)
-            _push_header(ctx, sequence, fingerprint)
+            _push_header(ctx, word(ctx, control.SEQUENCE) + 1, fingerprint)
     return program, status
 
 
@@ -82,13 +79,15 @@ def leave(ctx, status):
     if is_last:
         set_word(ctx, control.TICKET, 0)
         set_word(ctx, control.LEFT, 0)
+        if word(ctx, control.FINGERPRINT) != 0:  # only now: all programs of this operation have read the number
+            set_word(ctx, control.SEQUENCE, word(ctx, control.SEQUENCE) + 1)
     return is_last
 
 
 @device
 def _other_fingerprint(ctx, fingerprint, rank):
     """What `rank` is calling under this rank's sequence number, or 0 if that is the same operation or not known yet."""
-    sequence = load64(ctx + control.SEQUENCE * 8)
+    sequence = word(ctx, control.SEQUENCE) + 1
     own = control_region(ctx, word(ctx, control.RANK))
     slot = own + control.HEADERS + rank * control.HEADER_BYTES + (sequence % control.HEADER_RING) * 16
     found = tl.cast(0, tl.int64)

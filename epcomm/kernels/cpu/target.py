@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 
 from epcomm.device.cpu.compile import Kernel
 from epcomm.device.cpu.launch import BOUND_WORDS, load_run, load_run_bound
+from epcomm.heap.cpu import Mapping, SymmetricSegment, owned_array
 from epcomm.heap.private import HostMemory
 from epcomm.kernels.cpu.allreduce_one_shot import allreduce_one_shot
 from epcomm.kernels.cpu.allreduce_two_shot import allreduce_two_shot
@@ -41,12 +43,18 @@ class _BoundCall:
 class CpuTarget:
     """See `kernels.target.Target`."""
 
-    name = "cpu"
-    runs_on_threads = True
-    private = HostMemory
+    name, kind, transport, device = "cpu", "cpu", "shared_memory", torch.device("cpu")
+    runs_on_threads = shares_control = True
+    private, segment, owned_memory = HostMemory, SymmetricSegment, staticmethod(owned_array)
 
     def __init__(self) -> None:
         self.launch = load_run()
+
+    def default_num_programs(self, size: int) -> int:
+        return max(1, len(os.sched_getaffinity(0)) // size)
+
+    def start(self, num_programs: int, control_regions: Sequence[Mapping], num_bytes: int) -> None:
+        pass  # the pool is the runtime's
 
     def bind(self, ctx: int, kernel: int, args: int, fingerprint: int, values: Sequence[int]) -> Callable[[], int]:
         return _BoundCall((ctx, kernel, args, fingerprint, *values))

@@ -115,7 +115,7 @@ def place_rows(ctx, state, routing, epoch, EXPERTS: tl.constexpr, RANKS: tl.cons
     return status
 
 
-@kernel("exchange_counts", programs=one, num_warps=4)
+@kernel("exchange_counts", programs=one, num_warps=4, reports=True)
 def exchange_counts(ctx, args, fingerprint, routing, c1, c2, c3, c4, c5, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
     program, status = enter(ctx, fingerprint)
     state = word(args, protocol.STATE)

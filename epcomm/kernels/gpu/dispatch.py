@@ -188,7 +188,7 @@ def _finish(ctx, fingerprint, state, epoch):
     return status
 
 
-@kernel("dispatch", programs=lambda shares: shares + 2)
+@kernel("dispatch", programs=lambda shares: shares + 2, reports=True)
 def dispatch(ctx, args, fingerprint, routing, tensors, weights, block, c4, c5,
              EXPERTS: tl.constexpr, RANKS: tl.constexpr):  # fmt: skip
     """Ends with CAPACITY on all ranks, before any row is sent, if some rank's rows are too many."""

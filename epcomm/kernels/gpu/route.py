@@ -95,7 +95,7 @@ def _route_rank(rank, index, wide, num_tokens, topk, num_experts, owner, rank_po
     store32(counts + 4 * (num_experts + rank), count)
 
 
-@kernel("route", programs=all_programs, num_warps=4)
+@kernel("route", programs=all_programs, num_warps=4, reports=True)
 def route(ctx, args, fingerprint, routing, index, c2, c3, c4, c5):
     """Ends with BAD_VALUE, and the slot in BAD_SLOT, for an index < -1 or >= num_experts."""
     program, status = enter(ctx, fingerprint)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from epcomm.device.gpu.machine import device, rounded
+from epcomm.device.gpu.machine import device, rounded, widened
 from epcomm.device.gpu.memory import load_float, word
 from epcomm.kernels.gpu.rows import output_block, place, slot_weight
 from epcomm.kernels.protocol import expert_parallel as protocol
@@ -60,14 +60,14 @@ def sum_token(ctx, state, routing, weights, tensor, token, places, epoch,
             rank, row = place(ctx, state, routing, token, k)
             if rank >= 0:
                 source = output_block(ctx, state, rank, epoch) + offset + row * row_bytes
-                values = load_elements(source, start, elements, IN, WIDE, TILE).to(ACC)
+                values = widened(load_elements(source, start, elements, IN, WIDE, TILE), ACC)
                 if weights != 0:
                     total = tl.fma(values, tl.full((TILE,), slot_weight(routing, weights, token, k), ACC), total)
                 else:
                     total += values
         if bias != 0:
             addend = bias + token * word(tensor, protocol.T_BIAS_STRIDE)
-            total += load_elements(addend, start, elements, IN, WIDE, TILE).to(ACC)
+            total += widened(load_elements(addend, start, elements, IN, WIDE, TILE), ACC)
         store_elements(out, start, elements, rounded(total, OUT), WIDE, TILE)
         start += TILE
 
@@ -91,7 +91,7 @@ def write_slots(ctx, state, routing, weights, tensor, token, places, epoch,
             values = tl.zeros((TILE,), ACC)
             if rank >= 0:
                 source = output_block(ctx, state, rank, epoch) + offset + row * row_bytes
-                values = load_elements(source, start, elements, IN, WIDE, TILE).to(ACC)
+                values = widened(load_elements(source, start, elements, IN, WIDE, TILE), ACC)
                 if weights != 0:
                     values *= load_float(weights + 4 * at).to(ACC)
             store_elements(out, start, elements, rounded(values, OUT), WIDE, TILE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -12,6 +13,7 @@ import triton
 from epcomm.device.gpu import interpreter
 from epcomm.device.gpu.compile import Kernel
 from epcomm.device.gpu.dtypes import triton_dtype
+from epcomm.heap.cpu import Mapping, SymmetricSegment, owned_array
 from epcomm.heap.private import MirroredMemory
 from epcomm.kernels.gpu.allreduce_one_shot import allreduce_one_shot
 from epcomm.kernels.gpu.allreduce_two_shot import allreduce_two_shot
@@ -67,12 +69,19 @@ class InterpretedTarget(GpuKernels):
     Its private memory is mirrored as a GPU's is, so that a word which was not published is missed here already.
     """
 
-    name = "interpreter"
-    runs_on_threads = False
+    name, kind, transport, device = "interpreter", "cpu", "shared_memory", torch.device("cpu")
+    runs_on_threads, shares_control = False, True
+    segment, owned_memory = SymmetricSegment, staticmethod(owned_array)
 
     def __init__(self, num_programs: int = 2):
         interpreter.require_interpreter()
         self._num_programs = num_programs
+
+    def default_num_programs(self, size: int) -> int:
+        return max(1, len(os.sched_getaffinity(0)) // size)  # as its Numba peers: they share out the same channels
+
+    def start(self, num_programs: int, control_regions: Sequence[Mapping], num_bytes: int) -> None:
+        pass
 
     def private(self, num_bytes: int) -> MirroredMemory:
         return MirroredMemory(num_bytes, torch.device("cpu"))

@@ -1,0 +1,105 @@
+"""`init`: from what a rank knows of its peers to a communicator, and which communicator is the default one."""
+
+from __future__ import annotations
+
+import contextvars
+import weakref
+from typing import Any
+
+import torch
+
+from epcomm import bootstrap, rendezvous
+from epcomm.communicator import Communicator
+from epcomm.errors import ClosedError, ConfigError, UnsupportedError
+from epcomm.kernels.cpu.target import CpuTarget
+from epcomm.kernels.target import Target, make_target
+from epcomm.runtime import LONGEST_TIMEOUT
+
+_process_default: Communicator | None = None
+_thread_default: contextvars.ContextVar[Communicator | None] = contextvars.ContextVar("epcomm_default", default=None)
+
+
+def init(
+    group: Any = None,
+    *,
+    store: Any = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    device: Any = None,
+    transport: str = "auto",
+    num_threads: int | None = None,
+    sm_budget: int | None = None,
+    timeout: float = 600.0,
+) -> Communicator:
+    """Collective: makes a communicator and, if there is none yet, the default one.
+
+    Args:
+        group: a `torch.distributed.ProcessGroup`; used once, to exchange addresses.
+        store, rank, world_size: a `torch.distributed` store, this rank and the number of ranks.
+            Without group and store: `epcomm.launch`, else the default group, else torchrun's environment, else a
+            world of one rank.
+        device: "cpu" (None means that) or a CUDA device, the same kind on all ranks. Several ranks may share a device.
+        transport: "auto", "shared_memory" (cpu) or "peer_memory" (CUDA: load and store over NVLink or PCIe).
+        num_threads: programs per operation on each rank, the least that any rank asks for; default: cores / ranks.
+        sm_budget: on CUDA what `num_threads` is on a cpu: how many of the GPU's multiprocessors an operation may keep
+            busy; default: see `kernels.gpu.cuda.default_sm_budget`.
+        timeout: seconds that an operation may wait for its peers.
+
+    Raises ConfigError for a wrong argument, UnsupportedError if the ranks are on several hosts or `device` can't be
+    used, TimeoutError if not all ranks came in time.
+    """
+    target = _target(torch.device("cpu" if device is None else device))
+    if transport not in ("auto", target.transport):
+        raise ConfigError(f"init: argument `transport`: wanted 'auto' or {target.transport!r}, got {transport!r}")
+    if not 0 < timeout <= LONGEST_TIMEOUT:
+        raise ConfigError(f"init: argument `timeout`: wanted seconds > 0 and <= {LONGEST_TIMEOUT:g}, got {timeout}")
+    for name, number in (("num_threads", num_threads), ("sm_budget", sm_budget)):
+        if number is not None and number < 1:
+            raise ConfigError(f"init: argument `{name}`: wanted at least 1, got {number}")
+    hub = bootstrap.connect(rendezvous.find_rendezvous(group, store, rank, world_size), timeout)
+    try:
+        wanted = num_threads if target.runs_on_threads else sm_budget
+        wanted = wanted or target.default_num_programs(hub.size)
+        num_programs = bootstrap.agree_on_programs(hub, wanted, target.kind, timeout)
+        communicator = Communicator(hub, target, num_programs, timeout)
+    except BaseException:
+        hub.close()  # peers that wait for this rank see it go
+        raise
+    launched = rendezvous.launched_rank.get()
+    if launched is not None:
+        launched.runtimes.append(weakref.ref(communicator._runtime))
+    _make_default(communicator, per_thread=launched is not None and launched.is_thread)
+    return communicator
+
+
+def _make_default(communicator: Communicator, per_thread: bool) -> None:
+    global _process_default
+    current = _thread_default.get() if per_thread else _process_default
+    if current is not None and not current.closed:
+        return
+    if per_thread:
+        _thread_default.set(communicator)
+    else:
+        _process_default = communicator
+
+
+def default_communicator() -> Communicator:
+    """The communicator behind `epcomm.allreduce` and its relatives."""
+    communicator = _thread_default.get() or _process_default
+    if communicator is None:
+        raise ClosedError("there is no communicator: call epcomm.init() first")
+    return communicator
+
+
+def _target(device: torch.device) -> Target:
+    """What runs the kernels of ranks on `device`."""
+    chosen = make_target.get()
+    if chosen is not None:
+        return chosen()
+    if device.type == "cpu":
+        return CpuTarget()
+    if device.type == "cuda":
+        from epcomm.kernels.gpu.cuda import CudaTarget
+
+        return CudaTarget(device)
+    raise UnsupportedError(f"init: argument `device`: epcomm serves cpu and cuda, got {device}")

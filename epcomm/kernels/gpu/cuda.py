@@ -1,0 +1,118 @@
+"""The CUDA target: compiled kernels on the current stream of a device.
+
+A launch returns before its kernel has run, unless the host needs what it found (`Kernel.reports`). What stops a kernel
+is left in the rank's control region and raised by the next launch.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+
+from epcomm.device import control
+from epcomm.device.cpu.launch import load_claim, load_leave
+from epcomm.device.gpu.compile import Kernel
+from epcomm.device.gpu.failure import FailureWords
+from epcomm.device.gpu.machine import INTERPRETED
+from epcomm.errors import ConfigError, UnsupportedError
+from epcomm.heap.cpu import Allgather, Mapping
+from epcomm.heap.cuda import CudaSegment, LentMemory, register_host_memory, unregister_host_memory
+from epcomm.heap.layout import PAGE, align_up
+from epcomm.heap.private import MirroredMemory
+from epcomm.kernels.gpu.target import GpuKernels
+
+_LEAST_TRITON, _LEAST_CAPABILITY = (3, 6), (8, 0)
+_NVLINK_BYTES_PER_SECOND = 450e9  # per direction of a Hopper GPU, NVIDIA's data sheet
+_SM_BYTES_PER_SECOND = 20e9  # that one multiprocessor copies to a peer: DeepEP fills NVLink with 20 to 24 of them
+
+
+def default_sm_budget(device: torch.device, size: int) -> int:
+    """As many multiprocessors as fill a Hopper's NVLink, but no more than all ranks can have if they share one GPU."""
+    enough = math.ceil(_NVLINK_BYTES_PER_SECOND / _SM_BYTES_PER_SECOND)
+    return max(1, min(enough, torch.cuda.get_device_properties(device).multi_processor_count // size))
+
+
+def require_cuda(device: torch.device) -> torch.device:
+    """The device with its number, or an error that says what is missing and what works instead."""
+    instead = "; ranks on a cpu work everywhere: init(device='cpu')"
+    if not torch.cuda.is_available():
+        found = f"torch {torch.__version__} finds no CUDA GPU or driver"
+        raise UnsupportedError(f"init: argument `device`: got {device}, but {found}{instead}")
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if version < _LEAST_TRITON:
+        fix = "pip install -U triton"
+        raise UnsupportedError(f"init: wanted Triton 3.6 or newer, got {triton.__version__}: {fix}{instead}")
+    if INTERPRETED:
+        raise UnsupportedError(f"init: Triton is an interpreter here (TRITON_INTERPRET is set){instead}")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise ConfigError(f"init: argument `device`: wanted one of {torch.cuda.device_count()} GPUs, got {device}")
+    capability = torch.cuda.get_device_capability(index)
+    if capability < _LEAST_CAPABILITY:
+        found = f"sm_{capability[0]}{capability[1]} ({torch.cuda.get_device_name(index)})"
+        raise UnsupportedError(f"init: argument `device`: wanted sm_80 or newer, got {found}{instead}")
+    return torch.device("cuda", index)
+
+
+class CudaTarget(GpuKernels):
+    """See `kernels.target.Target`."""
+
+    name, transport = "cuda", "peer_memory"
+    runs_on_threads = shares_control = False
+
+    def __init__(self, device: torch.device):
+        self.device = require_cuda(device)
+        self.kind = torch.cuda.get_device_name(self.device)
+        self._num_programs = 1
+
+    def default_num_programs(self, size: int) -> int:
+        return default_sm_budget(self.device, size)
+
+    def start(self, num_programs: int, control_regions: Sequence[Mapping], num_bytes: int) -> None:
+        self._num_programs = num_programs
+        addresses = [mapping.address for mapping in control_regions]
+        for address in addresses:
+            register_host_memory(address, align_up(num_bytes, PAGE))
+        weakref.finalize(self, unregister_host_memory, addresses).atexit = False
+
+    def private(self, num_bytes: int) -> MirroredMemory:
+        return MirroredMemory(num_bytes, self.device)
+
+    def segment(self, rank: int, num_bytes: int, prefault: Any, allgather: Allgather) -> CudaSegment:
+        return CudaSegment(num_bytes, self.device, lambda payload: [message for message, _ in allgather(payload, ())])
+
+    def owned_memory(self, num_bytes: int) -> LentMemory:
+        return LentMemory(torch.empty(num_bytes, dtype=torch.uint8, device=self.device), None)
+
+    def launch(self, ctx: MirroredMemory, kernel: Kernel, args: MirroredMemory, fingerprint: int, a: int = 0,
+               b: int = 0, c: int = 0, d: int = 0, e: int = 0, f: int = 0) -> int:  # fmt: skip
+        block = ctx.array.view(np.int64)
+        if block[control.IS_CLOSED]:
+            return control.CLOSED
+        if not load_claim()(block.ctypes.data):
+            return control.OCCUPIED
+        try:
+            failure = FailureWords(block)
+            if failure.is_set:  # of an earlier launch
+                return failure.take(0)
+            with torch.cuda.device(self.device):
+                args.publish()
+                grid = (kernel.programs(self._num_programs),)
+                words = (ctx.address, args.address, fingerprint, a, b, c, int(d), e, f)
+                kernel.function[grid](*words, **kernel.options, **kernel.constants)
+                if kernel.reports:
+                    torch.cuda.current_stream().synchronize()
+            return failure.take(fingerprint)
+        finally:
+            load_leave()(block.ctypes.data)
+
+    def bind(self, ctx: MirroredMemory, kernel: Kernel, args: MirroredMemory, fingerprint: int,
+             values: Sequence[int]) -> Callable[[], int]:  # fmt: skip
+        return functools.partial(self.launch, ctx, kernel, args, fingerprint, *values)
