@@ -162,7 +162,11 @@ def test_unknown_arch_is_refused() -> None:
 def test_words_of_ptx() -> None:
     text = """
         .loc 1 3 5
+        // begin inline asm
+        mov.u32 %r1, 0x0;
+        .loc 1 4 5
         @%p1 ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
+        // end inline asm
         ld.global.v2.b64 {%rd1, %rd2}, [%rd3];
         ld.shared.b64 %rd4, [%r5];
         @%p2 atom.global.gpu.acq_rel.add.u64 %rd5, [%rd6], %rd7;

@@ -71,10 +71,13 @@ def accesses(ptx: str) -> list[Access]:
     files = {
         number: path for line in ptx.splitlines() if (match := _FILE.match(line)) for number, path in [match.groups()]
     }
-    found, where = [], ("", 0)
+    found, where, in_assembly = [], ("", 0), False
     for line in ptx.splitlines():
         if loc := _LOC.match(line):
-            where = (files.get(loc[1], ""), int(loc[2]))
+            if not in_assembly:  # there, newer compilers count the lines of the assembly on from the source line
+                where = (files.get(loc[1], ""), int(loc[2]))
+        elif "inline asm" in line:
+            in_assembly = "begin" in line
         elif not line.lstrip().startswith(("//", ".")):
             for match in _MEMORY.finditer(" " + line):
                 instruction = match[0].strip()
