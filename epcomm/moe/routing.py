@@ -78,12 +78,12 @@ class Routing:
     def place(self) -> None:
         """For the handle, once everyone's counts are in the workspace."""
         if self.rows_shape is None:
-            self.workspace.memory.refresh()
             self.rows_shape = self.calls.rows_shape(self)
 
     @property
     def num_rows(self) -> int:
         """Rows that this rank receives, padding included (padded layout: without)."""
+        self.workspace.memory.refresh()
         return self.workspace.rows_of.item(self.ep.rank)
 
     @property
@@ -95,8 +95,10 @@ class Routing:
 
     def received_counts(self) -> np.ndarray:
         """int32 [size, local experts]: rows from each rank for each local expert; needs everyone's counts."""
+        self.workspace.memory.refresh()
         return self.workspace.table[:, self.ep.local_expert_ids]
 
     def received_tokens(self) -> np.ndarray:
         """int32 [size]: tokens from each rank that have an expert here; needs everyone's counts."""
+        self.workspace.memory.refresh()
         return self.workspace.table[:, self.ep.num_experts + self.ep.rank]

@@ -1,7 +1,9 @@
 """The CUDA target: compiled kernels on the current stream of a device.
 
 A launch returns before its kernel has run, unless the host needs what it found (`Kernel.reports`). What stops a kernel
-is left in the rank's control region and raised by the next launch.
+is left in the rank's control region and raised by the next launch. A launch can be captured in a CUDA graph if the
+same operation ran on the same tensors before: then nothing is compiled and nothing published. Kernels count epochs
+themselves.
 """
 
 from __future__ import annotations
@@ -107,7 +109,7 @@ class CudaTarget(GpuKernels):
                 grid = (kernel.programs(self._num_programs),)
                 words = (ctx.address, args.address, fingerprint, a, b, c, int(d), e, f)
                 kernel.function[grid](*words, **kernel.options, **kernel.constants)
-                if kernel.reports:
+                if kernel.reports and not torch.cuda.is_current_stream_capturing():
                     torch.cuda.current_stream().synchronize()
             return failure.take(fingerprint)
         finally:
