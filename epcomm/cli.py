@@ -36,6 +36,19 @@ def _version(name: str) -> str:
         return "not installed"
 
 
+def _cuda_state() -> str:
+    import torch
+
+    if importlib.util.find_spec("triton") is None:
+        return "not available: pip install 'epcomm[gpu]' (Triton is missing)"
+    from epcomm.kernels.gpu.cuda import require_cuda
+
+    try:
+        return f"available on {torch.cuda.get_device_name(require_cuda(torch.device('cuda')))}; not run on a GPU yet"
+    except Exception as error:  # whatever keeps it from being used, it is what this line is to tell
+        return f"not available: {error}"
+
+
 def _availability() -> list[tuple[str, str]]:
     """What could be used here, and why the rest can't."""
     import torch.distributed as dist
@@ -44,7 +57,7 @@ def _availability() -> list[tuple[str, str]]:
     bench = "available" if _has_benchmarks() else "not available: benchmarks/ comes with a checkout, not with a wheel"
     return [
         ("cpu target (shared memory)", "available" if sys.platform == "linux" else "not available: needs Linux"),
-        ("cuda target", "not available: not in this version"),
+        ("cuda target (peer memory)", _cuda_state()),
         ("several hosts", "not available: the cpu target has no network"),
         ("gloo, for comparison", "available" if dist.is_gloo_available() else "not available in this torch"),
         ("MPI, for comparison", mpi),

@@ -62,7 +62,7 @@ class CudaSegment:
 
     def __init__(self, num_bytes: int, device: torch.device, exchange: Callable[[bytes], list[bytes]]):
         memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()  # not the device: ranks of other threads may be waiting on it
         storage = memory.untyped_storage()
         processes = [pickle.loads(payload) for payload in exchange(pickle.dumps(os.getpid()))]
         is_shared = any(process != os.getpid() for process in processes)

@@ -50,7 +50,7 @@ class ExpertParallel:
     @property
     def local_experts(self) -> torch.Tensor:
         """int64: global ids of this rank's experts, by local number."""
-        return torch.tensor(self.local_expert_ids, dtype=torch.int64)
+        return torch.tensor(self.local_expert_ids, dtype=torch.int64, device=self.device)
 
     def memory(self) -> dict[str, int]:
         """Bytes of this rank's part of the handle's segment, by region; pages are taken when first used."""

@@ -13,7 +13,7 @@ from epcomm.kernels.protocol import collectives as protocol
 from epcomm.kernels.protocol import sites
 
 
-@kernel("barrier", programs=one, num_warps=1)
+@kernel("barrier", programs=one, num_warps=1, reports=True)
 def barrier(ctx, args, fingerprint, c0, c1, c2, c3, c4, c5):
     program, status = enter(ctx, fingerprint)
     state = word(args, protocol.STATE)
