@@ -10,9 +10,12 @@
 ``fence``                   order this program's earlier writes, streaming stores included
 ==========================  ==============================================================================
 
-A kernel takes ``(ctx, args, program, num_programs)``: the rank's context block and the operation's
-parameter block (both addresses of 64-bit words, see `control` and ``kernels/protocol``), and which of
-the rank's programs it is. It returns a status (`control.OK` or the reason it stopped).
+On CPUs a kernel takes ``(ctx, args, program, num_programs)``: the rank's context block and the operation's parameter
+block (both addresses of 64-bit words, see `control` and ``kernels/protocol``), and which of the rank's programs it is.
+It returns a status (`control.OK` or the reason it stopped).
 
-``device.cpu`` is the Numba target.
+On GPUs it takes ``(ctx, args, fingerprint, six call words)``, numbers its programs itself in the order in which they
+start (``enter``), and leaves its status where the host looks (``leave``). Its phases follow one another in that order.
+
+``device.cpu`` is the Numba target, ``device.gpu`` the Triton one; both have the same names for the same things.
 """

@@ -44,6 +44,7 @@ class CompiledArm:
     noncoherent_loads  loads through the read-only path, which may miss what a peer wrote
     unseen_accesses    loads, stores and atomics without a state space, of which nothing above speaks
     products           32-bit products that may be part of an address
+    multimem           the different instructions for which NVLink's switch works
     cubin_bytes        size of the binary
     compile_seconds    near 0 when Triton's cache had it
     """
@@ -67,6 +68,7 @@ class CompiledArm:
     noncoherent_loads: int
     unseen_accesses: int
     products: int
+    multimem: tuple[str, ...]
     cubin_bytes: int
     compile_seconds: float
 
@@ -123,6 +125,8 @@ def compile_arm(kernel: Kernel, arch: str) -> CompiledArm:
         raise UnsupportedError("Triton was imported as an interpreter: unset TRITON_INTERPRET")
     if arch not in ARCHITECTURES:
         raise ConfigError(f"arch must be one of {', '.join(ARCHITECTURES)}; got {arch!r}")
+    if not kernel.runs_on(arch):
+        raise UnsupportedError(f"{name_of(kernel)} is not for {arch}: {kernel.oldest_because}")
     capability = int(arch.removeprefix("sm_"))
     started = time.perf_counter()
     compiled = _compile(kernel, capability)
@@ -153,6 +157,7 @@ def compile_arm(kernel: Kernel, arch: str) -> CompiledArm:
         noncoherent_loads=sum(".nc" in access.instruction for access in found),
         unseen_accesses=ptx.generic_accesses(compiled.asm["ptx"]),
         products=0 if kernel.constants.get("OP") == "prod" else ptx.products_in_32_bits(compiled.asm["ttir"]),
+        multimem=ptx.multimem_instructions(compiled.asm["ptx"]),
         cubin_bytes=len(compiled.asm["cubin"]),
         compile_seconds=seconds,
     )

@@ -20,6 +20,7 @@ class Kernel:
 
     ``programs`` says how many programs are launched when rows or channels are shared out among `n`. Each thread has at
     most ``max_registers``; with no limit the assembler spills a few to fit in more programs than are ever launched.
+    It runs on ``oldest_arch`` and newer, ``oldest_because`` of what is not on older ones.
     """
 
     name: str
@@ -28,6 +29,8 @@ class Kernel:
     num_warps: int
     max_registers: int
     reports: bool = False  # the host needs its status, or what it leaves in private memory, before it goes on
+    oldest_arch: str = "sm_80"
+    oldest_because: str = ""
     constants: dict[str, Any] = field(default_factory=dict)
     is_single = False  # for `Operation`: no pool of threads is involved
 
@@ -35,6 +38,10 @@ class Kernel:
     def address(self) -> Kernel:
         """What a launch takes; of a kernel on the CPU target it is the address of its code."""
         return self
+
+    def runs_on(self, arch: str) -> bool:
+        """True unless an architecture such as "sm_80" is too old for it."""
+        return int(arch.removeprefix("sm_")) >= int(self.oldest_arch.removeprefix("sm_"))
 
     @property
     def options(self) -> dict[str, Any]:
@@ -53,6 +60,8 @@ def kernel(
     num_warps: int = 8,
     max_registers: int = 128,
     reports: bool = False,
+    oldest_arch: str = "sm_80",
+    oldest_because: str = "",
 ) -> Callable[[Any], Kernel]:
     """Declares a kernel."""
 
@@ -62,7 +71,7 @@ def kernel(
         numbers = [name for name in inspect.signature(function).parameters if name not in annotations]
         annotations |= dict.fromkeys(numbers, "int64")  # else a number's size and divisibility would make more arms
         compiled = triton.jit(function, do_not_specialize=numbers)
-        return Kernel(name, compiled, programs, num_warps, max_registers, reports)
+        return Kernel(name, compiled, programs, num_warps, max_registers, reports, oldest_arch, oldest_because)
 
     return declare
 

@@ -16,23 +16,21 @@ class FailureWords:
 
     def __init__(self, context: np.ndarray):
         size, rank = int(context[control.SIZE]), int(context[control.RANK])
-        address = int(context[control.PEERS + size + rank]) + control.FAILURE
-        self._context, self._words = context, (ctypes.c_int64 * control.FAILURE_WORDS).from_address(address)
+        region = int(context[control.PEERS + size + rank])
+        self._context = context
+        self._words = (ctypes.c_int64 * control.FAILURE_WORDS).from_address(region + control.FAILURE)
+        self._abort = ctypes.c_int64.from_address(region + control.ABORT_WORD)
 
-    @property
-    def is_set(self) -> bool:
-        """True if a launch has been stopped since the last `take`."""
-        return self._words[0] != control.OK
+    def before_launch(self) -> int:
+        """Why nothing is to be launched: an earlier launch was stopped, or the rank's abort word is up. OK if neither."""
+        status = self.take()
+        is_aborted = self._abort.value >> control.GENERATION_SHIFT >= self._context[control.GENERATION]
+        return control.ABORTED if status == control.OK and is_aborted else status
 
-    def take(self, fingerprint: int) -> int:
-        """The status of what was launched, whose details go to the context block. The next launch starts afresh.
-
-        Counts the operation as the kernels do: unless it was aborted before it began, or has no sequence.
-        """
+    def take(self) -> int:
+        """The status that stopped a launch since the last `take`, OK if none did; its details go to the context block."""
         status, *details = self._words
         self._words[0] = control.OK
         if status not in (control.OK, control.ABORTED):
             self._context[list(_CONTEXT_WORDS)] = details
-        if fingerprint and status != control.ABORTED:
-            self._context[control.SEQUENCE] += 1
         return status

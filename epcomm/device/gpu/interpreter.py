@@ -34,12 +34,16 @@ def launch(
     if not load_claim()(block.ctypes.data):
         return control.OCCUPIED
     try:
-        args.publish()
         failure = FailureWords(block)
+        if status := failure.before_launch():
+            return status
+        args.publish()
+        if fingerprint:
+            block[control.SEQUENCE] += 1  # as the kernel does
         kernel.function[(kernel.programs(num_programs),)](
             ctx.address, args.address, fingerprint, *map(int, words), **kernel.constants
         )
-        return failure.take(fingerprint)
+        return failure.take()
     except KeyboardInterrupt:
         return control.INTERRUPTED
     finally:

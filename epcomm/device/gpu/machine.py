@@ -1,6 +1,6 @@
-"""What Triton has no words for: as PTX when compiled, as Python under the interpreter. The only inline assembly.
+"""What Triton has no words for: as PTX when compiled, as Python under the interpreter.
 
-Triton decides at import which of the two it is (`INTERPRETED`).
+Here and in `multimem` is the only inline assembly. Triton decides at import which of the two it is (`INTERPRETED`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ import triton.language as tl
 from triton.language import core
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+#: how often a waiter looks at its word before it looks at the abort word, which is in the host's memory
+POLLS = tl.constexpr(1 if INTERPRETED else 64)
 
 if INTERPRETED:
     from triton.runtime.interpreter import InterpretedFunction, TensorHandle

@@ -91,6 +91,11 @@ def generic_accesses(ptx: str) -> int:
     return len(re.findall(r"\s(?:ld|st|atom|red)\.(?!global|shared|param|const|local|async)[\w.:]+\s", ptx))
 
 
+def multimem_instructions(ptx: str) -> tuple[str, ...]:
+    """The different multimem instructions in it: "multimem.st.relaxed.sys.global.v4.f32"."""
+    return tuple(sorted(set(re.findall(r"\bmultimem\.[\w.:]+", ptx))))
+
+
 def orderings(found: list[Access]) -> dict[str, int]:
     """How often each (order, scope) occurs, written like "acquire.sys"."""
     counts = Counter(f"{access.order}.{access.scope or 'gpu'}" for access in found if access.order)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from epcomm.device import control
-from epcomm.device.gpu.machine import clock_ns, device, relax
+from epcomm.device.gpu.machine import POLLS, clock_ns, device, relax
 from epcomm.device.gpu.memory import (
     compare_exchange,
     fetch_add,
@@ -21,13 +21,13 @@ from epcomm.device.gpu.memory import (
 
 @device
 def peer(ctx, rank):
-    """Base address of `rank`'s segment of the collectives."""
+    """Base address of `rank`'s segment of the collectives. What peers call is told there too, in the GPU's memory."""
     return word(ctx, control.PEERS + rank)
 
 
 @device
 def control_region(ctx, rank):
-    """Base address of `rank`'s control region."""
+    """Base address of `rank`'s control region, which is the host's memory: far from a GPU."""
     return word(ctx, control.PEERS + word(ctx, control.SIZE) + rank)
 
 
@@ -45,8 +45,8 @@ def _push_header(ctx, sequence, fingerprint):
     slot = control.HEADERS + me * control.HEADER_BYTES + (sequence % control.HEADER_RING) * 16
     for rank in range(word(ctx, control.SIZE)):
         if rank != me:
-            set_word(control_region(ctx, rank) + slot, 1, fingerprint)
-            store_release(control_region(ctx, rank) + slot, sequence)
+            set_word(peer(ctx, rank) + slot, 1, fingerprint)
+            store_release(peer(ctx, rank) + slot, sequence)
 
 
 @device
@@ -54,17 +54,14 @@ def enter(ctx, fingerprint):
     """(number of this program in the order of starting, which CUDA doesn't promise of its ids; status).
 
     The first one begins the operation: it tells the peers what has the next sequence number, unless the fingerprint is
-    0 (send and recv have no sequence). After a failure the status is ABORTED and nothing begins.
+    0 (send and recv have no sequence). After a failure the host launches nothing.
     """
     program = fetch_add(ctx + control.TICKET * 8, 1)
-    status = tl.cast(control.OK, tl.int64)
-    if aborted(ctx):
-        status = tl.cast(control.ABORTED, tl.int64)
-    elif program == 0:
+    if program == 0:
         if fingerprint != 0:
             set_word(ctx, control.FINGERPRINT, fingerprint)
             _push_header(ctx, word(ctx, control.SEQUENCE) + 1, fingerprint)
-    return program, status
+    return program, tl.cast(control.OK, tl.int64)
 
 
 @device
@@ -88,7 +85,7 @@ def leave(ctx, status):
 def _other_fingerprint(ctx, fingerprint, rank):
     """What `rank` is calling under this rank's sequence number, or 0 if that is the same operation or not known yet."""
     sequence = word(ctx, control.SEQUENCE) + 1
-    own = control_region(ctx, word(ctx, control.RANK))
+    own = peer(ctx, word(ctx, control.RANK))
     slot = own + control.HEADERS + rank * control.HEADER_BYTES + (sequence % control.HEADER_RING) * 16
     found = tl.cast(0, tl.int64)
     if fingerprint != 0:
@@ -129,7 +126,11 @@ def wait(ctx, fingerprint, address, value, rank, site):
         started = clock_ns()
         timeout = word(ctx, control.TIMEOUT_NS)
         while (found < value) & (status == control.OK):
-            relax()
+            polls = 0
+            while (found < value) & (polls < POLLS):
+                relax()
+                found = load_acquire(address)
+                polls += 1
             stop = aborted(ctx)
             late = clock_ns() - started > timeout
             other = _other_fingerprint(ctx, fingerprint, rank)

@@ -102,8 +102,10 @@ class CudaTarget(GpuKernels):
             return control.OCCUPIED
         try:
             failure = FailureWords(block)
-            if failure.is_set:  # of an earlier launch
-                return failure.take(0)
+            if status := failure.before_launch():
+                return status
+            if fingerprint:
+                block[control.SEQUENCE] += 1  # as the kernel does
             with torch.cuda.device(self.device):
                 args.publish()
                 grid = (kernel.programs(self._num_programs),)
@@ -111,7 +113,7 @@ class CudaTarget(GpuKernels):
                 kernel.function[grid](*words, **kernel.options, **kernel.constants)
                 if kernel.reports and not torch.cuda.is_current_stream_capturing():
                     torch.cuda.current_stream().synchronize()
-            return failure.take(fingerprint)
+            return failure.take()
         finally:
             load_leave()(block.ctypes.data)
 
