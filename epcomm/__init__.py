@@ -15,6 +15,7 @@ _HOMES = {
     "launch": "launcher",
     "Work": "work",
     "ExpertParallel": "moe.expert_parallel",
+    "Float8": "moe.quantize",
     "errors": "errors",
 }
 _ON_DEFAULT_COMMUNICATOR = (

@@ -80,6 +80,13 @@ class Target(Protocol):
 
     def dispatch(self, num_experts: int, size: int) -> Kernel: ...
 
+    def quantized_dispatch(self, num_experts: int, size: int, dtype: torch.dtype, scales: str) -> Kernel | None:
+        """A dispatch that makes float8 rows with "float32", "power_of_two" or "packed" scales of rows of `dtype`.
+
+        Its table has a record of the rows and one of the scales; the first has the address and stride of what is to be
+        quantised. None: rows are quantised before they are dispatched, as two tensors.
+        """
+
     def combine(self, records: np.ndarray, dtypes: Sequence[tuple[torch.dtype, torch.dtype]]) -> Kernel:
         """`records` describe the tensors (see the protocol), whose dtypes are (expert outputs, results)."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ from epcomm.kernels.protocol import expert_parallel as protocol
 from epcomm.kernels.target import Kernel
 from epcomm.moe.config import Config
 from epcomm.moe.memory import Memory
+from epcomm.moe.quantize import Float8
 from epcomm.moe.received import Tensors
 from epcomm.operation import Operation, ParameterBlock
 from epcomm.runtime import Runtime
@@ -27,7 +28,10 @@ class Bound(NamedTuple):
     table: memoryview  # of 64-bit words
     memory: PrivateMemory  # of the table
     tensors: Tensors
+    outputs: Tensors  # what `Received.output_buffer` gives for rows like these
+    outputs_fit: bool = True  # in an output block
     keep: Any = None  # owns memory that the table points to
+    prepare: Callable[[torch.Tensor], Sequence[torch.Tensor]] | None = None  # makes the table's tensors of the caller's
 
 
 class Binder:
@@ -72,16 +76,37 @@ class Binder:
         memory = self._target.private(records.nbytes)
         table = memory.array.view(np.int64)
         table[:] = records.reshape(-1)
-        return Bound(operation, table.data, memory, tensors)
+        return Bound(operation, table.data, memory, tensors, tensors)
 
     def dispatch(self, x: Sequence[torch.Tensor], topk: int, index_dtype: torch.dtype, has_weights: bool) -> Bound:
         """The dispatch of tensors like these."""
-        text = (
-            f"dispatch({self._name}, x=[{_describe(x)}], topk={topk}, {index_dtype}, "
-            f"topk_weights={'given' if has_weights else None})"
-        )
+        text = self._dispatch_text(x, topk, index_dtype, has_weights, "")
         operation = self._operation(self._target.dispatch(*self._sizes), text)
         return self._bound(operation, *self._table(x, self._memory.regions.rows))
+
+    def quantized_dispatch(
+        self, x: torch.Tensor, quantize: Float8, topk: int, index_dtype: torch.dtype, has_weights: bool
+    ) -> Bound:
+        """The dispatch of what `quantize` makes of a tensor like this one."""
+        wire = quantize.result_like(x)
+        text = self._dispatch_text(wire, topk, index_dtype, has_weights, f", quantize={quantize}")
+        records, tensors = self._table(wire, self._memory.regions.rows)
+        kernel = self._target.quantized_dispatch(*self._sizes, x.dtype, quantize.scales)
+        if kernel is not None:
+            records[0, protocol.T_STRIDE] = x.stride(0) * x.element_size()
+        operation = self._operation(kernel or self._target.dispatch(*self._sizes), text, x.dtype)
+        bound = self._bound(operation, records, tensors)
+        fits = x.shape[1] * x.element_size() <= self._config.hidden * self._config.dtype.itemsize
+        prepare = quantize.quantized if kernel is None else None
+        return bound._replace(outputs=((x.dtype, x.shape[1], 0),), outputs_fit=fits, prepare=prepare)
+
+    def _dispatch_text(
+        self, wire: Sequence[torch.Tensor], topk: int, index_dtype: torch.dtype, has_weights: bool, more: str
+    ) -> str:
+        return (
+            f"dispatch({self._name}, x=[{_describe(wire)}], topk={topk}, {index_dtype}, "
+            f"topk_weights={'given' if has_weights else None}{more})"
+        )
 
     def combine(
         self, y: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], topk: int, has_weights: bool, reduce: bool

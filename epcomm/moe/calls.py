@@ -28,6 +28,8 @@ from epcomm.moe.checks import (
     check_weights,
 )
 from epcomm.moe.config import Config
+from epcomm.moe.quantize import X_DTYPES, Float8
+from epcomm.moe.received import Tensors
 from epcomm.moe.routing import Routing
 from epcomm.runtime import Runtime
 
@@ -79,6 +81,14 @@ class Calls:
             return self.checked(self._bind_dispatch, x, routing, has_weights)
         return x, bound
 
+    def quantized_dispatch(self, x: Any, quantize: Any, routing: Any, has_weights: bool) -> tuple[Any, Bound]:
+        """(tensors of the table that are in memory, bound operation) of a dispatch of x as `quantize` makes it."""
+        key = self._key(routing, has_weights, quantize, (x,), ()) if isinstance(quantize, Float8) else None
+        bound = self._dispatches.get(key)
+        if bound is None or self._misfits(routing, (x,), (routing.num_tokens,)):
+            x, bound = self.checked(self._bind_quantized_dispatch, x, quantize, routing, has_weights)
+        return (x,) if bound.prepare is None else bound.prepare(x), bound
+
     def combine(
         self, y: Any, routing: Any, has_weights: bool, bias: Any, outs: Any, reduce: bool
     ) -> tuple[Any, Any, Bound]:
@@ -109,14 +119,14 @@ class Calls:
 
     # ---- the quick way
 
-    def _key(self, routing: Any, has_weights: bool, reduce: bool, tensors: Any, outs: Any) -> Any:
+    def _key(self, routing: Any, has_weights: bool, option: Any, tensors: Any, outs: Any) -> Any:
         """Everything that a bound operation depends on, or None for what isn't even a tensor."""
         try:
             return (
                 routing.topk,
                 routing.index_dtype,
                 has_weights,
-                reduce,
+                option,
                 *[(t.dtype, t.shape[-1], t.stride(), t.device, t.is_neg()) for t in tensors],
                 *[(t.dtype, t.shape[-1], t.stride(), t.device) for t in outs],
             )
@@ -155,6 +165,22 @@ class Calls:
             _remember(self._dispatches, self._key(routing, has_weights, True, x, ()), bound)
         return tensors, bound
 
+    def _bind_quantized_dispatch(
+        self, x: Any, quantize: Any, routing: Any, has_weights: bool
+    ) -> tuple[torch.Tensor, Bound]:
+        where = f"rank {self._runtime.rank}: dispatch"
+        self._check_routing(where, "routing", routing)
+        if not isinstance(quantize, Float8):
+            raise ConfigError(
+                f"{where}: argument `quantize`: wanted None or an epcomm.Float8, got {type(quantize).__name__}"
+            )
+        rows = check_rows(where, "x", x, self._device, (routing.num_tokens,), X_DTYPES)
+        check_row_bytes(where, "x", quantize.result_like(rows), self._row_bytes)
+        bound = self._binder.quantized_dispatch(rows, quantize, routing.topk, routing.index_dtype, has_weights)
+        if _are_read_in_place((x,), (rows,)):
+            _remember(self._dispatches, self._key(routing, has_weights, quantize, (x,), ()), bound)
+        return rows, bound
+
     def _bind_combine(
         self, y: Any, routing: Any, has_weights: bool, bias: Any, outs: Any, reduce: bool
     ) -> tuple[Any, Any, Bound]:
@@ -185,13 +211,13 @@ class Calls:
             _remember(self._combines, self._key(routing, has_weights, reduce, y, outs), bound)
         return rows, results, bound
 
-    def results_of_dispatch(self, out: Any, x: Any, routing: Routing) -> tuple[torch.Tensor, ...] | None:
+    def results_of_dispatch(self, out: Any, rows: Tensors, routing: Routing) -> tuple[torch.Tensor, ...] | None:
         """The caller's tensors for a dispatch's rows, if there are any and they fit."""
         if out is None:
             return None
         where = f"rank {self._runtime.rank}: dispatch"
-        shapes = [(*self.rows_shape(routing), tensor.shape[1]) for tensor in x]
-        return check_out(where, out, self._device, shapes, [tensor.dtype for tensor in x])
+        shapes = [(*self.rows_shape(routing), width) for _, width, _ in rows]
+        return check_out(where, out, self._device, shapes, [dtype for dtype, _, _ in rows])
 
     def _check_open(self, where: str) -> None:
         if self.is_closed or self._runtime.closed:

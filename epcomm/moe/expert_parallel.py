@@ -16,6 +16,7 @@ from epcomm.moe.bind import Binder
 from epcomm.moe.calls import Calls
 from epcomm.moe.config import LAYOUTS, Config
 from epcomm.moe.memory import Memory
+from epcomm.moe.quantize import Float8
 from epcomm.moe.received import Received, Tensors, copy_block
 from epcomm.moe.routing import Routing, Workspace
 from epcomm.operation import Operation
@@ -120,6 +121,7 @@ class ExpertParallel:
         routing: Routing,
         topk_weights: torch.Tensor | None = None,
         *,
+        quantize: Float8 | None = None,
         out: Any = None,
         copy: bool = False,
     ) -> Received:
@@ -128,6 +130,9 @@ class ExpertParallel:
         Args:
             x: [num_tokens, width] of any dtype, or a tuple of such tensors that share rows; rows may be strided.
             topk_weights: floats [num_tokens, topk], delivered with the rows, not applied.
+            quantize: sends x, one tensor of bfloat16, float16 or float32, as float8 with a scale per 128 columns: the
+                result's ``x`` is a tuple (rows float8_e4m3fn [.., hidden], scales float32 [.., ceil(hidden / 128)], or
+                packed). `moe.quantize` says what the numbers are. Padding rows and their scales are zeros.
             out: tensor(s) shaped like the result's ``x`` that receive the rows; they are then the result's ``x``.
             copy: put the result into memory of its own instead of lending a receive block.
 
@@ -137,12 +142,16 @@ class ExpertParallel:
         """
         is_tuple = isinstance(x, (tuple, list))
         weights = None if topk_weights is None else self._calls.weights("dispatch", topk_weights, routing)
-        tensors, bound = self._calls.dispatch(x if is_tuple else (x,), routing, weights is not None)
+        if quantize is None:
+            tensors, bound = self._calls.dispatch(x if is_tuple else (x,), routing, weights is not None)
+        else:
+            tensors, bound = self._calls.quantized_dispatch(x, quantize, routing, weights is not None)
+            is_tuple = True
         for i, tensor in enumerate(tensors):
             bound.table[i * protocol.TENSOR_WORDS + protocol.T_ADDRESS] = tensor.data_ptr()
         bound.memory.publish()
         if out is not None and (routing.is_placed or self.layout_code == protocol.PADDED):
-            self._calls.checked(self._calls.results_of_dispatch, out, tensors, routing)  # before anything is sent
+            self._calls.checked(self._calls.results_of_dispatch, out, bound.tensors, routing)  # before anything is sent
         pool = self._memory.receive
         lease = pool.take()  # the last one is never lent for longer than a call
         weights_address = 0 if weights is None else weights.data_ptr()
@@ -155,11 +164,12 @@ class ExpertParallel:
             raise
         self._read_by_all = self._combined
         routing.place()
-        received = Received(self, routing, bound.tensors, is_tuple, weights is not None, pool.buffer(lease))
+        received = Received(self, routing, bound, is_tuple, weights is not None, pool.buffer(lease))
         if out is None and not copy and pool.free:
             return received
         try:
-            return copy_block(received, self._calls.checked(self._calls.results_of_dispatch, out, tensors, routing))
+            results = self._calls.checked(self._calls.results_of_dispatch, out, bound.tensors, routing)
+            return copy_block(received, results)
         finally:
             lease.release()
 

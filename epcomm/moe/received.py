@@ -12,6 +12,7 @@ from epcomm.kernels.protocol import expert_parallel as protocol
 from epcomm.moe.routing import Routing
 
 if TYPE_CHECKING:
+    from epcomm.moe.bind import Bound
     from epcomm.moe.expert_parallel import ExpertParallel
 
 #: (dtype, row width in elements, byte offset of the rows in a block) per tensor
@@ -26,10 +27,10 @@ class Received:
     rest undefined).
     """
 
-    def __init__(self, ep: ExpertParallel, routing: Routing, tensors: Tensors, is_tuple: bool, has_weights: bool,
+    def __init__(self, ep: ExpertParallel, routing: Routing, bound: Bound, is_tuple: bool, has_weights: bool,
                  buffer: Any):  # fmt: skip
         self.ep, self.routing = ep, routing
-        self._tensors, self._is_tuple, self._has_weights, self._buffer = tensors, is_tuple, has_weights, buffer
+        self._bound, self._is_tuple, self._has_weights, self._buffer = bound, is_tuple, has_weights, buffer
 
     def _rows_shape(self) -> tuple[int, ...]:
         assert self.routing.rows_shape is not None  # it was dispatched
@@ -41,24 +42,26 @@ class Received:
         shape = self._rows_shape()
         views = tuple(
             self._buffer.tensor(self.ep.regions.rows + offset, dtype, (*shape, width))
-            for dtype, width, offset in self._tensors
+            for dtype, width, offset in self._bound.tensors
         )
         return views if self._is_tuple else views[0]
 
     def output_buffer(self) -> Any:
         """Memory like `x` that `combine` reads in place: an expert kernel that writes there saves a copy.
 
+        Like `x` before it was quantised, if it was: one tensor of the dtype and width that was given to dispatch.
         From combine on the peers read it: write there again only after the next dispatch has returned. If all output
         blocks are in use (or not yet read by all peers) it is ordinary memory, which combine stages.
         """
         shape = self._rows_shape()
-        buffer = self.ep.take_output()
+        outputs = self._bound.outputs
+        buffer = self.ep.take_output() if self._bound.outputs_fit else None
         if buffer is None:
             device = self.ep.device
-            views = tuple(torch.empty((*shape, width), dtype=dtype, device=device) for dtype, width, _ in self._tensors)
+            views = tuple(torch.empty((*shape, width), dtype=dtype, device=device) for dtype, width, _ in outputs)
         else:
-            views = tuple(buffer.tensor(at, dtype, (*shape, width)) for dtype, width, at in self._tensors)
-        return views if self._is_tuple else views[0]
+            views = tuple(buffer.tensor(at, dtype, (*shape, width)) for dtype, width, at in outputs)
+        return views if self._is_tuple and outputs is self._bound.tensors else views[0]
 
     def _per_row(self, offset: int, dtype: torch.dtype, *width: int) -> torch.Tensor:
         return self._buffer.tensor(offset, dtype, (*self._rows_shape(), *width))
@@ -139,7 +142,7 @@ def copy_block(received: Received, out: tuple[torch.Tensor, ...] | None) -> Rece
     """The same result in memory of its own, its rows in `out` if given. The receive block is free afterwards."""
     ep, routing, regions = received.ep, received.routing, received.ep.regions
     owned = ep.owned_memory(regions.size)
-    copied = Received(ep, routing, received._tensors, received._is_tuple, received._has_weights, owned)
+    copied = Received(ep, routing, received._bound, received._is_tuple, received._has_weights, owned)
     if out is not None:
         copied.__dict__["x"] = out if received._is_tuple else out[0]
     sources = received.x if received._is_tuple else (received.x,)

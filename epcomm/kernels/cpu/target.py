@@ -85,6 +85,9 @@ class CpuTarget:
     def dispatch(self, num_experts: int, size: int) -> Kernel:
         return dispatch
 
+    def quantized_dispatch(self, num_experts: int, size: int, dtype: torch.dtype, scales: str) -> None:
+        return None
+
     def combine(self, records: np.ndarray, dtypes: Sequence[tuple[torch.dtype, torch.dtype]]) -> Kernel:
         for record, (rows, result) in zip(records, dtypes, strict=True):
             record[expert_parallel.T_ROW_SUM] = row_sum(rows, result).address

@@ -56,6 +56,9 @@ class GpuKernels:
     def dispatch(self, num_experts: int, size: int) -> Kernel:
         return dispatch.made_for(**_extents(num_experts, size))
 
+    def quantized_dispatch(self, num_experts: int, size: int, dtype: torch.dtype, scales: str) -> Kernel | None:
+        return None
+
     def combine(self, records: np.ndarray, dtypes: Sequence[tuple[torch.dtype, torch.dtype]]) -> Kernel:
         for pair in dtypes:
             check_row_sum(*pair)

@@ -1,0 +1,342 @@
+"""Quantised dispatch: the numbers against the format's definition, and what arrives against the numbers, bit by bit."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ep_cases import (
+    KIND_IDS,
+    KINDS,
+    Case,
+    Step,
+    check_combined,
+    check_fields,
+    check_raised,
+    check_rows,
+    on_ranks,
+    require,
+    spread,
+)
+
+import epcomm
+from epcomm import Float8
+from epcomm.errors import CapacityError, ConfigError, MismatchError
+from epcomm.testing.oracle import combined
+
+OPTIONS = [
+    Float8(),
+    Float8(round_scales_to_power_of_two=True),
+    Float8(round_scales_to_power_of_two=True, packed_ue8m0=True),
+]
+OPTION_IDS = ["float32", "power_of_two", "packed"]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+HIDDEN = (1, 96, 128, 130, 384, 7168)
+
+# ---- the definition, in numpy
+
+#: magnitudes of the codes 0 to 126 of e4m3fn: subnormals are eighths of 2^-6
+CODES = np.array([(code & 7) * 2.0**-9 if code < 8 else (1 + (code & 7) / 8) * 2.0 ** ((code >> 3) - 7)
+                  for code in range(127)])  # fmt: skip
+NAN = 127
+
+
+def defined_codes(quotients: np.ndarray) -> np.ndarray:
+    """The codes nearest to float32 numbers; of two the even one."""
+    magnitudes = np.minimum(np.abs(quotients.astype(np.float64)), CODES[-1])
+    above = np.searchsorted(CODES, magnitudes).clip(max=126)
+    below = np.maximum(above - 1, 0)
+    to_above, to_below = CODES[above] - magnitudes, magnitudes - CODES[below]
+    takes_above = (to_above < to_below) | ((to_above == to_below) & (above % 2 == 0))
+    return np.where(takes_above, above, below).astype(np.uint8) | (np.signbit(quotients).astype(np.uint8) << 7)
+
+
+def defined(x: torch.Tensor, options: Float8) -> tuple[np.ndarray, np.ndarray]:
+    """Codes (uint8) and scales (float32, before they are packed), block by block."""
+    rows = x.float().numpy()
+    codes = np.zeros(rows.shape, np.uint8)
+    scales = np.zeros((len(rows), -(-rows.shape[1] // 128)), np.float32)
+    for token, block in np.ndindex(*scales.shape):
+        values = rows[token, 128 * block : 128 * block + 128]
+        is_finite = np.isfinite(values)
+        amax = np.abs(values[is_finite]).max(initial=np.float32(0))
+        scale = max(amax / np.float32(448), np.float32(2.0**-126)) if amax else np.float32(1)
+        if options.round_scales_to_power_of_two:
+            mantissa, exponent = np.frexp(scale)
+            scale = np.ldexp(np.float32(1), exponent - (mantissa == 0.5))
+        quotients = np.where(is_finite, values, 0) / np.float32(scale)
+        assert quotients.dtype == np.float32
+        scales[token, block] = scale
+        codes[token, 128 * block : 128 * block + 128] = np.where(is_finite, defined_codes(quotients), NAN)
+    return codes, scales
+
+
+def samples(num_tokens: int, hidden: int, dtype: torch.dtype, seed: int, is_finite: bool = False) -> torch.Tensor:
+    """Rows with blocks of ordinary, huge, tiny, subnormal and zero numbers, and unless `is_finite` inf and NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    num_blocks = -(-hidden // 128)
+    largest, smallest = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal
+    magnitudes = torch.tensor([1.0, 1.0, 17.5, 2.0**-9, largest / 8, smallest * 40, smallest / 16, 0.0])
+    kinds = torch.randint(len(magnitudes), (num_tokens, num_blocks), generator=generator)
+    factors = magnitudes[kinds].repeat_interleave(128, dim=1)[:, :hidden]
+    rows = torch.randn(num_tokens, hidden, generator=generator).clamp_(-7, 7) * factors
+    rows[torch.rand(num_tokens, hidden, generator=generator) < 0.05] *= 2.0**-8
+    if not is_finite and num_tokens:
+        places = torch.rand(num_tokens, hidden, generator=generator)
+        rows[places < 0.01], rows[places > 0.99], rows[(places - 0.5).abs() < 0.005] = torch.inf, -torch.inf, torch.nan
+    return rows.to(dtype)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=OPTION_IDS)
+@pytest.mark.parametrize("hidden", HIDDEN)
+def test_numbers_are_the_defined_ones(hidden: int, options: Float8) -> None:
+    for dtype in DTYPES:
+        x = samples(3 if hidden > 1000 else 40, hidden, dtype, hidden)
+        rows, scales = options.quantized(x)
+        codes, wanted_scales = defined(x, options)
+        assert rows.dtype == torch.float8_e4m3fn and rows.is_contiguous() and scales.is_contiguous()
+        require(f"{dtype}: codes", rows.view(torch.uint8), torch.from_numpy(codes))
+        if options.packed_ue8m0:
+            exponents = np.zeros((len(x), -(-wanted_scales.shape[1] // 4) * 4), np.uint8)
+            exponents[:, : wanted_scales.shape[1]] = 126 + np.frexp(wanted_scales)[1]
+            require("scales", scales, torch.from_numpy(exponents.view("<i4")))
+        else:
+            require("scales", scales, torch.from_numpy(wanted_scales))
+        like = options.result_like(x)
+        assert [(t.shape, t.dtype) for t in like] == [(t.shape, t.dtype) for t in (rows, scales)]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=OPTION_IDS)
+def test_every_code_and_what_lies_between(options: Float8) -> None:
+    """With a scale of 1: each code, the numbers half way to the next, and their neighbours in float32."""
+    middles = torch.from_numpy((CODES[1:] + CODES[:-1]) / 2).float()
+    points = torch.cat([torch.from_numpy(CODES).float(), middles])
+    points = torch.cat([points, points.nextafter(torch.tensor(torch.inf)), points.nextafter(torch.tensor(-1.0))])
+    points = torch.cat([points, -points])
+    points = points[points.abs() <= 448]
+    x = torch.nn.functional.pad(points, (0, -len(points) % 127)).view(-1, 127)
+    x = torch.cat([x, torch.full((len(x), 1), 448.0)], dim=1)
+    rows, scales = options.quantized(x)
+    codes, wanted = defined(x, options)
+    assert (wanted == 1).all()
+    require("codes", rows.view(torch.uint8), torch.from_numpy(codes))
+    assert set(codes.flatten().tolist()) == {*range(127), *range(128, 255)}
+    require("values", options.dequantized(rows, scales), rows.float())
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=OPTION_IDS)
+def test_error_bound(options: Float8) -> None:
+    """In float64, for a code * scale that isn't rounded."""
+    for dtype, hidden in itertools.product(DTYPES, HIDDEN):
+        x = samples(20, hidden, dtype, hidden + 1, is_finite=True)
+        rows, _ = options.quantized(x)
+        scales = torch.from_numpy(defined(x, options)[1]).double().repeat_interleave(128, dim=1)[:, :hidden]
+        error = (rows.double() * scales - x.double()).abs()
+        bound = torch.maximum(x.double().abs() * 2.0**-4, scales * (2.0**-10 * (1 + 2.0**-20)))
+        assert (error <= bound).all()
+        assert (rows[x == 0].float() == 0).all()
+
+
+def test_infinities_and_nans_leave_their_block_alone() -> None:
+    x = torch.tensor([[1.0, -2.0, 448.0, 0.0]])
+    spoilt = torch.cat([x, torch.tensor([[torch.inf, -torch.inf, torch.nan, -torch.nan]])], dim=1)
+    for options in OPTIONS:
+        rows, scales = options.quantized(spoilt)
+        require("scales", scales, options.quantized(x)[1])
+        require("codes", rows.view(torch.uint8)[:, :4], options.quantized(x)[0].view(torch.uint8))
+        assert (rows.view(torch.uint8)[:, 4:] == NAN).all()
+        assert options.dequantized(rows, scales)[:, 4:].isnan().all()
+        rows, scales = options.quantized(spoilt[:, 4:])  # nothing else in the block
+        assert options.dequantized(rows, scales).isnan().all()
+        assert Float8().quantized(spoilt[:, 4:])[1].item() == 1
+
+
+def test_dequantized_takes_any_shape_and_gives_any_dtype() -> None:
+    x = samples(6, 300, torch.bfloat16, 1, is_finite=True)
+    for options in OPTIONS:
+        rows, scales = options.quantized(x)
+        flat = options.dequantized(rows, scales)
+        shaped = options.dequantized(rows.view(2, 3, -1), scales.view(2, 3, -1), torch.bfloat16)
+        require("values", shaped, flat.bfloat16().view(2, 3, -1))
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"block": 64}, "`block`: wanted 128, got 64"),
+        ({"block": "128"}, "`block`: wanted 128, got '128'"),
+        ({"round_scales_to_power_of_two": 1}, "`round_scales_to_power_of_two`: wanted True or False, got 1"),
+        ({"packed_ue8m0": None}, "`packed_ue8m0`: wanted True or False, got None"),
+        ({"packed_ue8m0": True}, "`packed_ue8m0`: wanted round_scales_to_power_of_two=True"),
+    ],
+)
+def test_wrong_options(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Float8(**arguments)
+
+
+# ---- on ranks
+
+
+def case_of(hidden: int, **changes: Any) -> Case:
+    """A handle with room for rows of `hidden` and their scales."""
+    return Case(hidden=hidden + 8, alignment=4, max_tokens=5, **changes)
+
+
+def dispatch_and_check(ep: Any, step: Step, hidden: int, dtype: torch.dtype, options: Float8, **more: Any) -> Any:
+    """One quantised dispatch along a new routing, compared with every rank's numbers."""
+    rank, indices = ep.rank, step.exchange.indices
+    x = [samples(len(index), hidden, dtype, 100 * step.number + source) for source, index in enumerate(indices)]
+    pairs = [options.quantized(rows) for rows in x]
+    weighted = step.number % 2 == 1
+    routing = ep.route(indices[rank])
+    received = ep.dispatch(x[rank], routing, step.weights[rank] if weighted else None, quantize=options, **more)
+    assert isinstance(received.x, tuple) and len(received.x) == 2
+    for part, got in enumerate(received.x):
+        check_rows(step, rank, got, [pair[part] for pair in pairs])
+    check_fields(step, received, weighted)
+    return received
+
+
+def quantized_round_trip(ep: Any, step: Step, hidden: int, dtype: torch.dtype, options: Float8) -> None:
+    rank = ep.rank
+    received = dispatch_and_check(ep, step, hidden, dtype, options)
+    y = step.y(dtype, hidden)
+    rows = y[rank]
+    if step.number % 3 != 0 and dtype.itemsize == step.case.dtype.itemsize:
+        rows = received.output_buffer().copy_(rows)
+    check_combined("combine", ep.combine(rows, received), combined(step.exchange, rank, y, None), dtype)
+
+
+def run_quantized(comm: epcomm.Communicator, traffic: list[tuple[Case, int, torch.dtype, Float8]]) -> None:
+    """Three steps on a handle per case."""
+    for case, hidden, dtype, options in traffic:
+        ep = case.handle(comm)
+        for number in range(3):
+            quantized_round_trip(ep, Step(case, comm.size, number), hidden, dtype, options)
+        ep.close()
+
+
+def traffic_of(hiddens: tuple[int, ...], kind: tuple[str, str]) -> Iterator[tuple[Case, int, torch.dtype, Float8]]:
+    """A case per row width; dtypes, options, gates and numbers of tokens take turns."""
+    turn = KINDS.index(kind)
+    for hidden in hiddens:
+        dtype = DTYPES[turn % 3]
+        case = case_of(hidden, dtype=dtype, tokens=("full", "uneven", "none_on_odd_ranks")[turn // 3 % 3],
+                       gate=("uniform", "holes_and_duplicates", "one_rank", "zipf")[turn % 4])  # fmt: skip
+        yield replace(case, mode=kind[0], layout=kind[1]), hidden, dtype, OPTIONS[(turn // 2) % 3]
+        turn += 1
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("kind", KINDS, ids=KIND_IDS)
+def test_traffic(kind: tuple[str, str], world: int) -> None:
+    on_ranks(world, run_quantized, list(traffic_of(HIDDEN, kind)))
+
+
+def run_forms_of_x(comm: epcomm.Communicator) -> None:
+    """Rows with gaps, results in memory of the caller, plain dispatches in between."""
+    for mode, layout in KINDS:
+        case = case_of(260, mode=mode, layout=layout)
+        ep, step = case.handle(comm), Step(case, comm.size, 0)
+        routing, x = ep.route(step.exchange.indices[comm.rank]), samples(5, 256, torch.bfloat16, comm.rank)
+        wanted = ep.dispatch(OPTIONS[0].quantized(x), routing, copy=True)  # the wire format is that of two tensors
+        apart = torch.cat([x, x], dim=1)
+        for form in (x, spread(x), apart[:, 256:], x.t().contiguous().t(), x.clone().requires_grad_()):
+            received = ep.dispatch(form, routing, quantize=OPTIONS[0])
+            require_same_rows(case, wanted, received)
+            require_same_rows(case, wanted, ep.dispatch(form, routing, quantize=OPTIONS[0], copy=True))
+            received = ep.dispatch(x[:, :9], routing)
+            assert received.x.shape[-1] == 9 and received.output_buffer().shape[-1] == 9
+        out = tuple(torch.empty_like(part) for part in wanted.x)
+        assert ep.dispatch(x, routing, quantize=OPTIONS[0], out=out).x is out
+        require_same_rows(case, wanted, ep.dispatch(x, routing, quantize=OPTIONS[0]))
+        ep.close()
+
+
+def require_same_rows(case: Case, wanted: Any, got: Any) -> None:
+    real = wanted.source_rank >= 0 if case.layout == "padded" else slice(None)
+    for part, reference in zip(got.x, wanted.x):
+        require("rows", part.view(torch.uint8)[real], reference.view(torch.uint8)[real])
+    shape = (*got.x[0].shape[:-1], 256)
+    buffer = got.output_buffer()
+    assert (buffer.shape, buffer.dtype) == (shape, torch.bfloat16)
+
+
+@pytest.mark.parametrize("kernels", ["numba", "mixed"])
+def test_forms_of_x(kernels: str) -> None:
+    on_ranks(2, run_forms_of_x, kernels=kernels, longest=0)
+
+
+def run_wrong_arguments(comm: epcomm.Communicator) -> None:
+    case = Case(hidden=16, tokens="full")  # rows of 32 bytes
+    ep, step = case.handle(comm), Step(case, comm.size, 0)
+    good = torch.ones(7, 16, dtype=torch.bfloat16)
+    for x, quantize, error, texts in (
+        (good.double(), OPTIONS[0], ConfigError, ("`x`", "torch.bfloat16 or torch.float16 or torch.float32", "float64")),
+        (good.to(torch.float8_e4m3fn), OPTIONS[0], ConfigError, ("`x`", "float8_e4m3fn")),
+        ((good, good), OPTIONS[0], ConfigError, ("`x`", "tuple")),
+        (good[:-1], OPTIONS[0], ConfigError, ("`x`", "(6, 16)")),
+        (torch.ones(7, 29, dtype=torch.bfloat16), OPTIONS[0], CapacityError, ("`x`", "at most 32", "got 33")),
+        (good, "float8", ConfigError, ("`quantize`", "None or an epcomm.Float8", "str")),
+        (good, [OPTIONS[0]], ConfigError, ("`quantize`", "list")),
+        (good, Float8, ConfigError, ("`quantize`", "type")),
+    ):
+        def call(x: Any = x, quantize: Any = quantize) -> None:
+            mine = (x, quantize) if comm.rank == 1 else (good, OPTIONS[0])
+            ep.dispatch(mine[0], ep.route(step.exchange.indices[comm.rank]), quantize=mine[1])
+
+        check_raised(comm, call, error, *texts)
+        quantized_round_trip(ep, step, 16, torch.bfloat16, OPTIONS[0])
+    if comm.size > 1:
+        out = torch.empty(1, 16)
+        routing = ep.route(step.exchange.indices[comm.rank])
+        given = {"out": out} if comm.rank == 1 else {}
+        check_raised(comm, lambda: ep.dispatch(good, routing, quantize=OPTIONS[0], **given), ConfigError, "`out`")
+    wide = torch.ones(7, 28, dtype=torch.bfloat16)  # 28 + 4 bytes fit, expert outputs of 56 don't
+    received = ep.dispatch(wide, ep.route(step.exchange.indices[comm.rank]), quantize=OPTIONS[0])
+    received.output_buffer().fill_(1)
+    quantized_round_trip(ep, step, 16, torch.bfloat16, OPTIONS[0])
+    ep.close()
+
+
+@pytest.mark.parametrize("kernels", ["numba", "mixed"])
+def test_wrong_arguments(kernels: str) -> None:
+    on_ranks(2, run_wrong_arguments, longest=0, kernels=kernels)
+
+
+def run_disagreements(comm: epcomm.Communicator) -> None:
+    case = Case(hidden=256)
+    ep, step = case.handle(comm), Step(case, comm.size, 0)
+    x = torch.ones(7, 256, dtype=torch.bfloat16)
+    for other, texts in (
+        ({"quantize": OPTIONS[1]}, ("round_scales_to_power_of_two=False", "round_scales_to_power_of_two=True")),
+        ({"quantize": OPTIONS[2]}, ("packed_ue8m0=False", "packed_ue8m0=True")),
+        ({}, ("torch.bfloat16 x 256", "torch.float8_e4m3fn x 256, torch.float32 x 2")),
+    ):
+        routing = ep.route(step.exchange.indices[comm.rank])
+        with pytest.raises(MismatchError) as raised:
+            ep.dispatch(x, routing, **({"quantize": OPTIONS[0]} if comm.rank == 0 else other))
+        assert all(text in str(raised.value) for text in (*texts, "quantize=Float8(block=128")), raised.value
+        comm.reset()
+        quantized_round_trip(ep, step, 256, torch.bfloat16, OPTIONS[0])
+    ep.close()
+
+
+@pytest.mark.parametrize("kernels", ["numba", "mixed"])
+def test_disagreements(kernels: str) -> None:
+    on_ranks(2, run_disagreements, longest=0, kernels=kernels)
+
+
+# ---- interpreted kernels, which quantise as they send
+
+
+@pytest.mark.parametrize("world, kernels", [(1, "triton"), (2, "triton"), (3, "mixed")])
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[4], KINDS[5]], ids=[KIND_IDS[0], KIND_IDS[4], KIND_IDS[5]])
+def test_interpreted_traffic(kind: tuple[str, str], world: int, kernels: str) -> None:
+    on_ranks(world, run_quantized, list(traffic_of((1, 130, 384, 8448), kind)), kernels=kernels, longest=0)
