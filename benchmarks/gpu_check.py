@@ -10,6 +10,7 @@ failed.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import traceback
@@ -17,8 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-import typer
+# Loading a kernel on its first use may wait for those that run, and one of them may wait for the rank that loads.
+os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+
+import torch  # noqa: E402
+import typer  # noqa: E402
 from rich.console import Console
 from rich.table import Table
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -115,6 +116,17 @@ def _check_rows(comm: Any, ep: Any, received: Any, layout: str, number: int, tok
         _require(f"rows of expert {local}", received.x[local, :count], wanted)
 
 
+def _captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    """A graph of what `call` launches. (`torch.cuda.graph` waits for the device, and so for peers that wait for us.)"""
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(capture_error_mode="thread_local")
+    try:
+        call()
+    finally:
+        graph.capture_end()
+    return graph
+
+
 class _GraphedSteps:
     """Several dispatches and combines in one CUDA graph, on static tensors."""
 
@@ -131,10 +143,7 @@ class _GraphedSteps:
         torch.cuda.current_stream().synchronize()
         comm.barrier()
         torch.cuda.current_stream().synchronize()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-            for _ in range(steps):
-                self._step()
+        self.graph = _captured(lambda: [self._step() for _ in range(steps)])
 
     def _step(self) -> None:
         routing = self.ep.route(self.indices) if self._route_inside else self._routing
@@ -171,9 +180,7 @@ def check_graph_replays(comm: Any, replays: int) -> dict[str, float]:
         indices.copy_(_routing(comm.rank, number, tokens)[0])
         step()
     torch.cuda.current_stream().synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-        step()
+    graph = _captured(step)
     routings = [_routing(comm.rank, number, tokens)[0].to(comm.device) for number in range(16)]
     inputs = [_tokens(comm.rank, number, tokens).to(comm.device) for number in range(16)]
     started = time.perf_counter()

@@ -22,13 +22,13 @@ class FailureWords:
         self._abort = ctypes.c_int64.from_address(region + control.ABORT_WORD)
 
     def before_launch(self) -> int:
-        """Why nothing is to be launched: an earlier launch was stopped, or the rank's abort word is up. OK if neither."""
+        """Why nothing is to be launched: an earlier launch was stopped, or the abort word is up. OK if neither."""
         status = self.take()
         is_aborted = self._abort.value >> control.GENERATION_SHIFT >= self._context[control.GENERATION]
         return control.ABORTED if status == control.OK and is_aborted else status
 
     def take(self) -> int:
-        """The status that stopped a launch since the last `take`, OK if none did; its details go to the context block."""
+        """The status that stopped a launch since the last `take`, else OK; its details go to the context block."""
         status, *details = self._words
         self._words[0] = control.OK
         if status not in (control.OK, control.ABORTED):

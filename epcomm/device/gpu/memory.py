@@ -138,10 +138,22 @@ def copy(to, source, num_bytes):
 
 
 @device
-def zero_bytes(to, num_bytes):
-    """Zeroes `num_bytes`."""
+def _zero_tiles(to, num_bytes, WIDE: tl.constexpr, TILE: tl.constexpr):
     start = tl.cast(0, tl.int64)
     while start < num_bytes:
-        at = start + tl.arange(0, NARROW_TILE_BYTES)
-        tl.store(to.to(tl.pointer_type(tl.int8)) + at, tl.zeros((NARROW_TILE_BYTES,), tl.int8), mask=at < num_bytes)
-        start += NARROW_TILE_BYTES
+        left = tl.minimum(num_bytes - start, TILE)
+        if WIDE:
+            store_tile(to + start, 0, left, tl.zeros((TILE // 16, 4), tl.int32), WIDE, TILE)
+        else:
+            store_tile(to + start, 0, left, tl.zeros((TILE,), tl.int8), WIDE, TILE)
+        start += TILE
+
+
+@device
+def zero_bytes(to, num_bytes):
+    """Zeroes `num_bytes` with all threads of this program."""
+    wide_bytes = tl.cast(0, tl.int64)
+    if is_wide(to, 0, 0):
+        wide_bytes = num_bytes // 16 * 16
+    _zero_tiles(to, wide_bytes, True, TILE_BYTES)
+    _zero_tiles(to + wide_bytes, num_bytes - wide_bytes, False, NARROW_TILE_BYTES)

@@ -29,9 +29,12 @@ from epcomm.kernels.protocol import sites
 
 
 @device
-def _await_readers(ctx, fingerprint, state, read):
-    """Waits until every peer has read combine `read`."""
+def _await_readers(ctx, fingerprint, state, last):
+    """Waits until every peer has read combine `last`, the latest: the host's count doesn't know of graph replays."""
     me, size = word(ctx, control.RANK), word(ctx, control.SIZE)
+    read = last
+    if last == word(ctx, control.GENERATION) << control.GENERATION_SHIFT:
+        read = tl.cast(0, tl.int64)  # there was no combine in this generation
     status = tl.cast(control.OK, tl.int64)
     for distance in range(size):
         rank = (me + distance) % size
@@ -120,7 +123,7 @@ def combine(ctx, args, fingerprint, routing, tensors, weights, output, stage_aft
     if program < shares:
         if stage_after >= 0:
             if status == control.OK:
-                status = _await_readers(ctx, fingerprint, state, stage_after)
+                status = _await_readers(ctx, fingerprint, state, epoch - 1)
             if status == control.OK:
                 _stage(ctx, args, state, routing, tensors, output, program, shares)
         if status == control.OK:
