@@ -83,8 +83,13 @@ def main(
     if not names:
         raise typer.BadParameter(f"--only: no arm's name contains {only!r}")
     jobs = [(name, each) for each in dict.fromkeys(arch) for name in names]
+    kernels = arms(everything)
+    for name, each in jobs:
+        if not kernels[name].runs_on(each):
+            console.print(f"{name} is not for {each}: {kernels[name].oldest_because}", markup=False)
+    jobs = [(name, each) for name, each in jobs if kernels[name].runs_on(each)]
     compiled, failures = [], []
-    outcomes = compile_all(jobs, min(workers, len(jobs)))
+    outcomes = compile_all(jobs, max(1, min(workers, len(jobs))))
     for name, outcome in track(outcomes, "compiling", len(jobs), console=console, transient=True):
         if isinstance(outcome, Exception):
             failures.append(f"{name}: {type(outcome).__name__}: {outcome}")

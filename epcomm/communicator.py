@@ -33,7 +33,7 @@ class Communicator:
     def __init__(self, hub: bootstrap.Hub, target: Target, num_programs: int, timeout: float):
         self.rank, self.size = hub.rank, hub.size
         self.device, self.transport = target.device, target.transport
-        regions = collective_regions(self.size, num_programs)
+        regions = collective_regions(self.size, num_programs, target.copy_engine_bytes)
         self._runtime = Runtime(target, hub, regions.size, num_programs, timeout)
         self._fifo = Fifo("epcomm-async", is_stream_ordered=self.device.type == "cuda")
         self._binder = Binder(self._runtime, regions, num_programs)
@@ -106,10 +106,12 @@ class Communicator:
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
-        """The reduction of all ranks' `x`, with the same bits on every rank and from run to run.
+        """The reduction of all ranks' `x`, with the same bits on every rank and, but for "multimem", from run to run.
 
         `op`: sum, avg, min, max, prod; band, bor, bxor for integers and bool. 16-bit floats are summed in float32 and
-        rounded once; avg of integers truncates toward zero. `algorithm`: "one_shot" (up to 32 KiB) or "two_shot".
+        rounded once; avg of integers truncates toward zero. `algorithm`: "one_shot" (up to 32 KiB), "two_shot", or
+        "multimem", where NVLink's switch sums and averages floats of 16 and 32 bits. "auto" may take each: multimem for
+        sums at 6 ranks or more; "two_shot" then has the same bits from run to run.
         """
         return self._collectives.allreduce(x, op, out, algorithm, async_op, timeout)
 

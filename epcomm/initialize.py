@@ -42,20 +42,21 @@ def init(
         transport: "auto", "shared_memory" (cpu) or "peer_memory" (CUDA: load and store over NVLink or PCIe).
         num_threads: programs per operation on each rank, the least that any rank asks for; default: cores / ranks.
         sm_budget: on CUDA what `num_threads` is on a cpu: how many of the GPU's multiprocessors an operation may keep
-            busy; default: see `kernels.gpu.cuda.default_sm_budget`.
+            busy; default: see `kernels.gpu.cuda.default_sm_budget`. 0, which all ranks must agree on, moves data with
+            the GPUs' copy engines; a kernel of one program is left for the barriers, and for what computes.
         timeout: seconds that an operation may wait for its peers.
 
     Raises ConfigError for a wrong argument, UnsupportedError if the ranks are on several hosts or `device` can't be
     used, TimeoutError if not all ranks came in time.
     """
-    target = _target(torch.device("cpu" if device is None else device))
+    target = _target(torch.device("cpu" if device is None else device), sm_budget)
     if transport not in ("auto", target.transport):
         raise ConfigError(f"init: argument `transport`: wanted 'auto' or {target.transport!r}, got {transport!r}")
     if not 0 < timeout <= LONGEST_TIMEOUT:
         raise ConfigError(f"init: argument `timeout`: wanted seconds > 0 and <= {LONGEST_TIMEOUT:g}, got {timeout}")
-    for name, number in (("num_threads", num_threads), ("sm_budget", sm_budget)):
-        if number is not None and number < 1:
-            raise ConfigError(f"init: argument `{name}`: wanted at least 1, got {number}")
+    for name, number, least in (("num_threads", num_threads, 1), ("sm_budget", sm_budget, 0)):
+        if number is not None and number < least:
+            raise ConfigError(f"init: argument `{name}`: wanted at least {least}, got {number}")
     hub = bootstrap.connect(rendezvous.find_rendezvous(group, store, rank, world_size), timeout)
     try:
         wanted = num_threads if target.runs_on_threads else sm_budget
@@ -91,7 +92,7 @@ def default_communicator() -> Communicator:
     return communicator
 
 
-def _target(device: torch.device) -> Target:
+def _target(device: torch.device, sm_budget: int | None) -> Target:
     """What runs the kernels of ranks on `device`."""
     chosen = make_target.get()
     if chosen is not None:
@@ -101,5 +102,5 @@ def _target(device: torch.device) -> Target:
     if device.type == "cuda":
         from epcomm.kernels.gpu.cuda import CudaTarget
 
-        return CudaTarget(device)
+        return CudaTarget(device, sm_budget)
     raise UnsupportedError(f"init: argument `device`: epcomm serves cpu and cuda, got {device}")

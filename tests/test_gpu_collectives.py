@@ -201,8 +201,9 @@ def reduce_in_channels(comm: epcomm.Communicator) -> None:
 @pytest.mark.parametrize("num_threads", [2, 5])
 def test_more_channels_than_programs(num_threads: int) -> None:
     """Ranks with 1, 2 and 3 programs, and with threads, share the same channels out."""
-    on_ranks("triton", 3, reduce_in_channels, num_threads=num_threads)
-    on_ranks("mixed", 2, reduce_in_channels, num_threads=num_threads)
+    budgets = {"num_threads": num_threads, "sm_budget": num_threads}
+    on_ranks("triton", 3, reduce_in_channels, **budgets)
+    on_ranks("mixed", 2, reduce_in_channels, **budgets)
 
 
 # ---- messages

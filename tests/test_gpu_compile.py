@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 import triton
 import triton.language as tl
+from multimem_kernels import signal_everyone
 from typer.testing import CliRunner
 
 import epcomm.aot
@@ -30,7 +31,7 @@ from epcomm.device.gpu.aot import CompiledArm, compile_arm
 from epcomm.device.gpu.compile import Kernel, kernel, one
 from epcomm.device.gpu.machine import device
 from epcomm.device.gpu.memory import load32, load64, set_word
-from epcomm.errors import ConfigError
+from epcomm.errors import ConfigError, UnsupportedError
 from epcomm.kernels.gpu.arms import arms
 
 NO_PAYLOAD = {"barrier", "route"}  # they move words only
@@ -58,7 +59,9 @@ def compiling(compilers: ProcessPoolExecutor, request: pytest.FixtureRequest) ->
 
 
 CASES = [pytest.param("sm_90", name, marks=() if name in FEW else pytest.mark.slow) for name in ALL]
-CASES += [pytest.param(arch, name, marks=pytest.mark.slow) for arch in ("sm_80", "sm_100") for name in FEW]
+OTHERS = [(arch, name) for arch in ("sm_80", "sm_100") for name in FEW]
+CASES += [pytest.param(arch, name, marks=pytest.mark.slow) for arch, name in OTHERS if FEW[name].runs_on(arch)]
+TOO_OLD = [(arch, name) for arch, name in OTHERS if not FEW[name].runs_on(arch)]
 
 
 @pytest.mark.parametrize("arch, name", CASES)
@@ -77,6 +80,20 @@ def test_arm(arch: str, name: str, compiling: dict[tuple[str, str], Future]) -> 
     assert (arm.weak_orderings, arm.noncoherent_loads, arm.unseen_accesses, arm.products) == (0, 0, 0, 0)
     assert arm.defects() == []
     assert arm.cubin_bytes > 0
+    if arm.kernel == "allreduce_multimem":
+        dtype = str(ALL[name].constants["DTYPE"])
+        numbers = {"bf16": "acc::f32.v4.bf16x2", "fp16": "acc::f32.v4.f16x2", "fp32": "v4.f32"}[dtype]
+        added, stored = arm.multimem
+        assert added == f"multimem.ld_reduce.relaxed.sys.global.add.{numbers}"
+        assert stored == "multimem.st.relaxed.sys.global.v4.f32"
+    else:
+        assert arm.multimem == ()
+
+
+@pytest.mark.parametrize("arch, name", TOO_OLD)
+def test_arm_is_not_for_an_older_arch(arch: str, name: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"is not for {arch}: multimem instructions need sm_90"):
+        compile_arm(FEW[name], arch)
 
 
 def test_every_kernel_has_an_arm() -> None:
@@ -152,6 +169,12 @@ def test_defect_is_found(arm: Kernel, beginnings: list[str]) -> None:
     defects = compile_arm(arm, "sm_90").defects()
     assert len(defects) == len(beginnings), defects
     assert all(defect.startswith(beginning) for defect, beginning in zip(defects, beginnings)), defects
+
+
+def test_signal_by_multicast() -> None:
+    arm = compile_arm(signal_everyone, "sm_90")
+    assert arm.multimem == ("multimem.red.release.sys.global.add.u64",)
+    assert arm.defects() == []
 
 
 def test_unknown_arch_is_refused() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+from epcomm.collectives.algorithms import chosen_algorithm
+from epcomm.collectives.copy_engine import CopyMove
 from epcomm.device.control import GENERATION_SHIFT
 from epcomm.kernels.protocol import collectives as protocol
 from epcomm.kernels.protocol.collectives import CollectiveRegions
@@ -15,6 +17,7 @@ from epcomm.kernels.target import Kernel
 from epcomm.operation import Operation, ParameterBlock
 from epcomm.runtime import Runtime
 
+Bound = TypeVar("Bound", Operation, CopyMove, Operation | CopyMove)
 _MAX_BOUND = 512  # shapes that vary without end must not grow memory without end
 
 
@@ -22,10 +25,12 @@ class Binder:
     """The state block of a communicator's collectives, and its bound operations by request."""
 
     def __init__(self, runtime: Runtime, regions: CollectiveRegions, num_channels: int):
-        self.runtime, self.num_channels = runtime, num_channels
+        self.runtime, self.num_channels, self._copies = runtime, num_channels, regions.copies
         self._memory = runtime.target.private(8 * (protocol.CHUNKS + 2 * num_channels))
         self._sources = runtime.target.private(8 * num_channels * runtime.size)  # only kernels use it
         self._state = self._memory.array.view(np.int64)
+        self._state[protocol.MULTICAST] = runtime.target.multicast(runtime.collectives)
+        self.has_multicast = bool(self._state[protocol.MULTICAST])
         self._state[protocol.BARRIER : protocol.NUM_CHANNELS + 1] = (
             regions.barrier,
             regions.tiny,
@@ -37,7 +42,7 @@ class Binder:
             regions.sent,
             num_channels,
         )
-        self.bound: dict[Hashable, Operation] = {}
+        self.bound: dict[Hashable, Any] = {}
         self.start_generation(runtime.generation)
         runtime.on_reset(self)
 
@@ -48,7 +53,7 @@ class Binder:
         self._state[protocol.CHUNKS :] = start
         self._memory.publish()
 
-    def cached(self, key: Hashable, bind: Callable[[], Operation]) -> Operation:
+    def cached(self, key: Hashable, bind: Callable[[], Bound]) -> Bound:
         """The operation bound under `key`."""
         operation = self.bound.get(key)
         if operation is None:
@@ -56,7 +61,7 @@ class Binder:
             self.remember(key, operation)
         return operation
 
-    def remember(self, key: Hashable, operation: Operation) -> None:
+    def remember(self, key: Hashable, operation: Operation | CopyMove) -> None:
         """Keeps a bound operation for the next request like it."""
         if len(self.bound) >= _MAX_BOUND:
             self.bound.clear()
@@ -81,11 +86,9 @@ class Binder:
         """Allreduce, or with `root` >= 0 a reduce to that rank."""
         args = self._block()
         args.words[protocol.ROOT] = root
-        if algorithm == "auto":
-            algorithm = "one_shot" if num_bytes <= protocol.ONE_SHOT_BYTES else "two_shot"
-        if num_bytes == 0:
-            algorithm = "one_shot"  # no chunk, no wait: in two shots ranks would not even meet
-        return self._operation(self.runtime.target.reduce(args.words, algorithm, dtype, op), args, text)
+        can_multicast = self.has_multicast and root < 0
+        chosen = chosen_algorithm(algorithm, num_bytes, dtype, op, self.runtime.size, can_multicast)
+        return self._operation(self.runtime.target.reduce(args.words, chosen, dtype, op), args, text)
 
     def exchange(
         self,
@@ -95,8 +98,10 @@ class Binder:
         *,
         shared: bool = False,
         reduction: tuple[torch.dtype, str] | None = None,
-    ) -> Operation:
+    ) -> Operation | CopyMove:
         """Data movement. `table`: send offsets, send bytes, receive offsets, receive bytes, each by peer."""
+        if self.runtime.target.copy_engine_bytes and reduction is None:
+            return CopyMove(self.runtime, self.barrier(text), self._copies, table, max_pair_bytes, shared)
         args = self._block()
         rows = np.array(table, dtype=np.int64)
         memory = self.runtime.target.private(rows.nbytes)

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from epcomm.collectives.algorithms import check_algorithm
 from epcomm.collectives.bind import Binder
 from epcomm.collectives.checks import (
     check_divisible,
@@ -24,16 +25,15 @@ from epcomm.collectives.checks import (
     check_timeout,
     is_plain,
 )
+from epcomm.collectives.copy_engine import CopyMove
 from epcomm.device.cpu.memory import STREAMING_BYTES
 from epcomm.errors import ConfigError, UnsupportedError
 from epcomm.kernels.protocol.arithmetic import supported_ops
-from epcomm.kernels.protocol.collectives import ONE_SHOT_BYTES
 from epcomm.operation import Operation
 from epcomm.runtime import Runtime
 from epcomm.work import Fifo
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-ALGORITHMS = ("auto", "one_shot", "two_shot")
 
 
 def _rejecting(method: Method) -> Method:
@@ -86,13 +86,8 @@ class Collectives:
 
     def _bind_reduce(self, name: str, x: torch.Tensor, op: str, algorithm: str, root: int) -> Operation:
         where = self._where(name)
-        if algorithm not in ALGORITHMS:
-            raise ConfigError(f"{where}: argument `algorithm`: wanted one of {ALGORITHMS}, got {algorithm!r}")
-        if algorithm == "one_shot" and _num_bytes(x) > ONE_SHOT_BYTES:
-            raise ConfigError(
-                f"{where}: argument `algorithm`: one_shot takes up to {ONE_SHOT_BYTES} bytes, got {_num_bytes(x)}"
-            )
         self._check_op(where, x.dtype, op)
+        check_algorithm(where, algorithm, _num_bytes(x), x.dtype, op, self._binder.has_multicast)
         to = "" if root < 0 else f", root={root}"
         text = f"{name}(x={x.dtype} {tuple(x.shape)}, op={op}, algorithm={algorithm}{to})"
         return self._binder.reduce(text, _num_bytes(x), x.dtype, op, algorithm, root)
@@ -152,16 +147,29 @@ class Collectives:
 
     # ---- data movement
 
-    def _move(self, key: Any, bind: Callable[[], Operation], x: torch.Tensor, result: torch.Tensor | None,
+    def _move(self, key: Any, bind: Callable[[], Operation | CopyMove], x: torch.Tensor, result: torch.Tensor | None,
               async_op: bool, timeout: float | None) -> Any:  # fmt: skip
         """Runs an exchange, bound under `key`, from x to result (None: nothing is received here)."""
         return self._run_move(self._binder.cached(key, bind), x, result, async_op, timeout)
 
-    def _run_move(self, operation: Operation, x: torch.Tensor, result: torch.Tensor | None,
+    def _run_move(self, operation: Operation | CopyMove, x: torch.Tensor, result: torch.Tensor | None,
                   async_op: bool, timeout: float | None) -> Any:  # fmt: skip
+        if isinstance(operation, CopyMove):
+            return self._copy(operation, x, result, async_op, timeout)
         streaming = result is not None and _num_bytes(result) > STREAMING_BYTES
         values = (x.data_ptr(), 0 if result is None else result.data_ptr(), 0, streaming)
         return self._call(operation, values, (x, result), result, async_op, timeout)
+
+    def _copy(self, move: CopyMove, x: torch.Tensor, result: torch.Tensor | None, async_op: bool,
+              timeout: float | None) -> Any:  # fmt: skip
+        """`_run_move` without a kernel."""
+        text = f"rank {self.runtime.rank}: {move.text}"
+        check_timeout(text, timeout)
+
+        def run() -> None:
+            move.run(x.data_ptr(), 0 if result is None else result.data_ptr(), timeout)
+
+        return self._fifo.call(run, result, async_op, text)
 
     @_rejecting
     def allgather(self, x: torch.Tensor, out: torch.Tensor | None, async_op: bool, timeout: float | None) -> Any:
@@ -182,7 +190,7 @@ class Collectives:
         result = check_out(where, out, shape, x) if receives else None
         size, each = self.runtime.size, _num_bytes(x)
 
-        def bind() -> Operation:
+        def bind() -> Operation | CopyMove:
             sends = [each if dst in (-1, rank) else 0 for rank in self._everyone]
             offsets = [rank * each for rank in self._everyone]
             table = [[0] * size, sends, offsets, [each if receives else 0] * size]
@@ -199,7 +207,7 @@ class Collectives:
         check_rank(where, "src", src, size)
         result, each = check_out(where, out, x.shape, x), _num_bytes(x)
 
-        def bind() -> Operation:
+        def bind() -> Operation | CopyMove:
             sends = [each if self.runtime.rank == src else 0] * size
             receives = [each if rank == src else 0 for rank in self._everyone]
             text = f"broadcast(x={x.dtype} {tuple(x.shape)}, src={src})"
@@ -223,7 +231,7 @@ class Collectives:
             x = result = check_out(where, out, out.shape, out)
         each = _num_bytes(result)
 
-        def bind() -> Operation:
+        def bind() -> Operation | CopyMove:
             sends = [each if self.runtime.rank == src else 0] * size
             receives = [each if rank == src else 0 for rank in self._everyone]
             offsets = [rank * each for rank in self._everyone]
@@ -242,7 +250,7 @@ class Collectives:
         result = check_out(where, out, (rows, *x.shape[1:]), x)
         each = _num_bytes(result)
 
-        def bind() -> Operation:
+        def bind() -> Operation | CopyMove:
             offsets = [rank * each for rank in self._everyone]
             text = f"reduce_scatter(x={x.dtype} {tuple(x.shape)}, op={op})"
             table = [offsets, [each] * size, [0] * size, [each] * size]
@@ -257,7 +265,7 @@ class Collectives:
         check_divisible(where, x, size)
         result, each = check_out(where, out, x.shape, x), _num_bytes(x) // size
 
-        def bind() -> Operation:
+        def bind() -> Operation | CopyMove:
             offsets = [rank * each for rank in self._everyone]
             text = f"alltoall(x={x.dtype} {tuple(x.shape)})"
             return self._binder.exchange(text, [offsets, [each] * size, offsets, [each] * size], each)

@@ -60,6 +60,8 @@ class CudaSegment:
     Collective to make: `exchange` sends a payload to all ranks and returns everyone's, by rank.
     """
 
+    multicast = 0  # see `cuda_symmetric`
+
     def __init__(self, num_bytes: int, device: torch.device, exchange: Callable[[bytes], list[bytes]]):
         memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         torch.cuda.current_stream(device).synchronize()  # not the device: ranks of other threads may be waiting on it

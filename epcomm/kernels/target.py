@@ -35,6 +35,7 @@ class Target(Protocol):
     transport: str
     runs_on_threads: bool  # programs are run by threads of the rank's pool
     shares_control: bool  # the control region's segment can hold the collectives' regions too
+    copy_engine_bytes: int  # staging of data movement by copies; 0: kernels move data
 
     def default_num_programs(self, size: int) -> int:
         """How many programs each of `size` ranks on this machine runs if nobody says."""
@@ -44,6 +45,12 @@ class Target(Protocol):
 
     def segment(self, rank: int, num_bytes: int, prefault: Sequence[tuple[int, int]], allgather: Allgather) -> Any:
         """Collective: a symmetric segment, with ``own`` and ``bases``."""
+
+    def multicast(self, segment: Any) -> int:
+        """Address at which kernels reach a place in all ranks' parts of a segment through NVLink's switch.
+
+        0 if there is none; it is 0 on all ranks or on none. No memory is there: it is for `device.gpu.multimem`.
+        """
 
     def owned_memory(self, num_bytes: int) -> Any:
         """Memory of a result that lends nothing, with the interface of what is lent."""
@@ -65,7 +72,7 @@ class Target(Protocol):
     def barrier(self) -> Kernel: ...
 
     def reduce(self, args: np.ndarray, algorithm: str, dtype: torch.dtype, op: str) -> Kernel:
-        """Allreduce or reduce by "one_shot" or "two_shot"."""
+        """Allreduce or reduce by "one_shot" or "two_shot"; allreduce by "multimem" where there is `multicast`."""
 
     def exchange(self, args: np.ndarray, reduction: tuple[torch.dtype, str] | None) -> Kernel:
         """Data movement, or with a reduction a reduce-scatter."""

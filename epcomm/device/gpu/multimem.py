@@ -1,7 +1,7 @@
 """Reductions and stores that NVLink's switch does for all ranks at once (PTX `multimem`, sm_90 and newer).
 
 A *multicast address* stands for one place in every rank's segment: the segment's multicast base plus an offset. Nothing
-but these functions may touch it. They move vectors of 16 bytes, given by their offsets, as four columns of 4-byte words.
+but these functions may touch it. They move vectors of 16 bytes, given by offsets, as four columns of 4-byte words.
 
 Interpreted, a loop over the ranks' segments, in rank order, stands in for the switch; the multicast base is not used.
 """
@@ -40,9 +40,9 @@ def packed(low, high, DTYPE: tl.constexpr):
     if DTYPE == tl.float32:
         return low.to(tl.int32, bitcast=True)
     else:
-        low_bits = rounded(low, DTYPE).to(tl.uint16, bitcast=True).to(tl.uint32)
-        high_bits = rounded(high, DTYPE).to(tl.uint16, bitcast=True).to(tl.uint32)
-        return (low_bits | (high_bits << 16)).to(tl.int32, bitcast=True)
+        low_bits = rounded(low, DTYPE).to(tl.uint16, bitcast=True).to(tl.uint64)
+        high_bits = rounded(high, DTYPE).to(tl.uint16, bitcast=True).to(tl.uint64)
+        return (low_bits | (high_bits << 16)).to(tl.uint32).to(tl.int32, bitcast=True)
 
 
 if INTERPRETED:
@@ -83,7 +83,8 @@ if INTERPRETED:
             pointer = (peer(ctx, rank) + offset).to(tl.pointer_type(tl.int64))
             tl.atomic_add(pointer, tl.cast(value, tl.int64), sem="release", scope="sys")
 
-    def multimem_fence() -> None:
+    @device
+    def multimem_fence():
         """Orders this thread's accesses to multicast addresses and those to the same bytes by other addresses."""
 
 else:

@@ -93,7 +93,7 @@ def generic_accesses(ptx: str) -> int:
 
 def multimem_instructions(ptx: str) -> tuple[str, ...]:
     """The different multimem instructions in it: "multimem.st.relaxed.sys.global.v4.f32"."""
-    return tuple(sorted(set(re.findall(r"\bmultimem\.[\w.:]+", ptx))))
+    return tuple(sorted(set(re.findall(r"\bmultimem\.(?:ld_reduce|st|red)\.[\w.:]+", ptx))))
 
 
 def orderings(found: list[Access]) -> dict[str, int]:

@@ -45,6 +45,7 @@ class CpuTarget:
 
     name, kind, transport, device = "cpu", "cpu", "shared_memory", torch.device("cpu")
     runs_on_threads = shares_control = True
+    copy_engine_bytes = 0
     private, segment, owned_memory = HostMemory, SymmetricSegment, staticmethod(owned_array)
 
     def __init__(self) -> None:
@@ -58,6 +59,9 @@ class CpuTarget:
 
     def bind(self, ctx: int, kernel: int, args: int, fingerprint: int, values: Sequence[int]) -> Callable[[], int]:
         return _BoundCall((ctx, kernel, args, fingerprint, *values))
+
+    def multicast(self, segment: SymmetricSegment) -> int:
+        return 0
 
     def barrier(self) -> Kernel:
         return barrier

@@ -20,32 +20,20 @@ from epcomm.device.gpu.compile import all_programs, kernel
 from epcomm.device.gpu.machine import device
 from epcomm.device.gpu.memory import copy, set_word, word
 from epcomm.device.gpu.waiting import enter, leave, meet, peer, signal
-from epcomm.kernels.gpu.channels import share_of
+from epcomm.kernels.gpu.channels import part_bytes, share_of, slot_offset
 from epcomm.kernels.gpu.reduction import reduce
 from epcomm.kernels.protocol import collectives as protocol
 from epcomm.kernels.protocol import sites
 
 
 @device
-def _part(num_bytes, size):
-    """Bytes of a chunk that each rank but the last reduces: whole 64-byte vectors."""
-    return ((num_bytes + size - 1) // size + 63) & -64
-
-
-@device
 def _stage(ctx, x, slot, num_bytes):
     """Stages a chunk, except the part that this rank reduces itself."""
-    part = _part(num_bytes, word(ctx, control.SIZE))
+    part = part_bytes(num_bytes, word(ctx, control.SIZE))
     low = tl.minimum(num_bytes, word(ctx, control.RANK) * part)
     high = tl.minimum(num_bytes, low + part)
     copy(slot, x, low)
     copy(slot + high, x + high, num_bytes - high)
-
-
-@device
-def _slot(ring, chunk):
-    """Offset of a chunk's slot in a ring."""
-    return ring + chunk % protocol.NUM_SLOTS * protocol.CHUNK_BYTES
 
 
 @device
@@ -63,7 +51,7 @@ def _reduce_channel(ctx, args, fingerprint, channel, x, out, num_bytes, DTYPE: t
     for step in range(num_chunks + 2):
         if (status == control.OK) & (step < num_chunks):
             start = step * protocol.CHUNK_BYTES
-            _stage(ctx, x + start, peer(ctx, me) + _slot(staged, first + step),
+            _stage(ctx, x + start, peer(ctx, me) + slot_offset(staged, first + step),
                    tl.minimum(num_bytes - start, protocol.CHUNK_BYTES))  # fmt: skip
             signal(peer(ctx, me) + staged_word, first + step + 1)
         if (step > 0) & (step <= num_chunks):
@@ -76,17 +64,17 @@ def _reduce_channel(ctx, args, fingerprint, channel, x, out, num_bytes, DTYPE: t
             if status == control.OK:
                 start = (step - 1) * protocol.CHUNK_BYTES
                 length = tl.minimum(num_bytes - start, protocol.CHUNK_BYTES)
-                part = _part(length, size)
+                part = part_bytes(length, size)
                 low = tl.minimum(length, me * part)
-                to = peer(ctx, me) + _slot(reduced, chunk) + low
-                part_bytes = tl.minimum(length, low + part) - low
-                reduce(ctx, to, x + start + low, _slot(staged, chunk) + low, part_bytes, DTYPE, OP)
+                to = peer(ctx, me) + slot_offset(reduced, chunk) + low
+                own = tl.minimum(length, low + part) - low
+                reduce(ctx, to, x + start + low, slot_offset(staged, chunk) + low, own, DTYPE, OP)
                 signal(peer(ctx, me) + reduced_word, chunk + 1)
         if step > 1:
             chunk = first + step - 2
             start = (step - 2) * protocol.CHUNK_BYTES
             length = tl.minimum(num_bytes - start, protocol.CHUNK_BYTES)
-            part = _part(length, size)
+            part = part_bytes(length, size)
             for distance in range(size):
                 rank = (me + distance) % size
                 if status == control.OK:
@@ -94,7 +82,7 @@ def _reduce_channel(ctx, args, fingerprint, channel, x, out, num_bytes, DTYPE: t
                     status = meet(ctx, fingerprint, raised, chunk + 1, rank, sites.TWO_SHOT_REDUCED)  # RAW
                 if (status == control.OK) & ((root < 0) | (root == me)):
                     low = tl.minimum(length, rank * part)
-                    source = peer(ctx, rank) + _slot(reduced, chunk) + low
+                    source = peer(ctx, rank) + slot_offset(reduced, chunk) + low
                     copy(out + start + low, source, tl.minimum(length, low + part) - low)
     tl.debug_barrier()  # all threads have read `first`
     set_word(state, protocol.CHUNKS + 2 * channel, first + num_chunks)

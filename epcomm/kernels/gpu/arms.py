@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from epcomm.device.gpu.aot import name_of
 from epcomm.device.gpu.compile import Kernel
 from epcomm.kernels.gpu.target import GpuKernels
-from epcomm.kernels.protocol.arithmetic import ROW_SUM_DTYPES, supported_ops
+from epcomm.kernels.protocol.arithmetic import ROW_SUM_DTYPES, SWITCH_DTYPES, SWITCH_OPS, supported_ops
 
 _BF16, _F16, _F32, _F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 _INTEGERS = tuple(getattr(torch, f"{sign}int{bits}") for bits in (8, 16, 32, 64) for sign in ("", "u"))
@@ -62,3 +63,5 @@ def _arms(combines: Iterable[tuple], reductions: Iterable[tuple[torch.dtype, str
         yield kernels.reduce(_NOTHING, "one_shot", *reduction)
         yield kernels.reduce(_NOTHING, "two_shot", *reduction)
         yield kernels.exchange(_NOTHING, reduction)
+    for dtype, op in itertools.product(SWITCH_DTYPES, SWITCH_OPS):
+        yield kernels.reduce(_NOTHING, "multimem", dtype, op)

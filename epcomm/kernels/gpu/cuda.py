@@ -26,12 +26,15 @@ from epcomm.device.gpu.machine import INTERPRETED
 from epcomm.errors import ConfigError, UnsupportedError
 from epcomm.heap.cpu import Allgather, Mapping
 from epcomm.heap.cuda import CudaSegment, LentMemory, register_host_memory, unregister_host_memory
+from epcomm.heap.cuda_symmetric import SymmetricCudaSegment, SymmetricGroup
 from epcomm.heap.layout import PAGE, align_up
 from epcomm.heap.private import MirroredMemory
 from epcomm.kernels.gpu.target import GpuKernels
 
 _LEAST_TRITON, _LEAST_CAPABILITY = (3, 6), (8, 0)
 _NVLINK_BYTES_PER_SECOND = 450e9  # per direction of a Hopper GPU, NVIDIA's data sheet
+#: staging without kernels: its copies take 75 us at NVLink's speed, beside two barriers of some us each
+_COPY_ENGINE_BYTES = 32 << 20
 _SM_BYTES_PER_SECOND = 20e9  # that one multiprocessor copies to a peer: DeepEP fills NVLink with 20 to 24 of them
 
 
@@ -69,12 +72,16 @@ class CudaTarget(GpuKernels):
     name, transport = "cuda", "peer_memory"
     runs_on_threads = shares_control = False
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, sm_budget: int | None = None):
         self.device = require_cuda(device)
-        self.kind = torch.cuda.get_device_name(self.device)
+        self.kind = torch.cuda.get_device_name(self.device) + " with sm_budget=0" * (sm_budget == 0)
+        self.copy_engine_bytes = _COPY_ENGINE_BYTES if sm_budget == 0 else 0
         self._num_programs = 1
+        self._group: SymmetricGroup | None = None
 
     def default_num_programs(self, size: int) -> int:
+        if self.copy_engine_bytes:
+            return 1
         return default_sm_budget(self.device, size)
 
     def start(self, num_programs: int, control_regions: Sequence[Mapping], num_bytes: int) -> None:
@@ -87,8 +94,18 @@ class CudaTarget(GpuKernels):
     def private(self, num_bytes: int) -> MirroredMemory:
         return MirroredMemory(num_bytes, self.device)
 
-    def segment(self, rank: int, num_bytes: int, prefault: Any, allgather: Allgather) -> CudaSegment:
-        return CudaSegment(num_bytes, self.device, lambda payload: [message for message, _ in allgather(payload, ())])
+    def segment(
+        self, rank: int, num_bytes: int, prefault: Any, allgather: Allgather
+    ) -> CudaSegment | SymmetricCudaSegment:
+        def exchange(payload: bytes) -> list[bytes]:
+            return [message for message, _ in allgather(payload, ())]
+
+        if self._group is None:
+            self._group = SymmetricGroup(rank, self.device, exchange)
+        return self._group.segment(num_bytes, exchange) or CudaSegment(num_bytes, self.device, exchange)
+
+    def multicast(self, segment: CudaSegment | SymmetricCudaSegment) -> int:
+        return segment.multicast
 
     def owned_memory(self, num_bytes: int) -> LentMemory:
         return LentMemory(torch.empty(num_bytes, dtype=torch.uint8, device=self.device), None)

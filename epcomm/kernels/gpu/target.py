@@ -15,6 +15,7 @@ from epcomm.device.gpu.compile import Kernel
 from epcomm.device.gpu.dtypes import triton_dtype
 from epcomm.heap.cpu import Mapping, SymmetricSegment, owned_array
 from epcomm.heap.private import MirroredMemory
+from epcomm.kernels.gpu.allreduce_multimem import allreduce_multimem
 from epcomm.kernels.gpu.allreduce_one_shot import allreduce_one_shot
 from epcomm.kernels.gpu.allreduce_two_shot import allreduce_two_shot
 from epcomm.kernels.gpu.barrier import barrier
@@ -27,6 +28,11 @@ from epcomm.kernels.gpu.reduction import reduction_constants
 from epcomm.kernels.gpu.route import route
 from epcomm.kernels.protocol.arithmetic import check_row_sum
 
+_COPY_ENGINE_BYTES = 64 << 10  # so that little data is several pieces
+NOWHERE = 1 << 60  # a multicast address that stops whoever uses it as a memory address
+
+_REDUCTIONS = {"one_shot": allreduce_one_shot, "two_shot": allreduce_two_shot, "multimem": allreduce_multimem}
+
 
 class GpuKernels:
     """The part of `kernels.target.Target` that says which arm of which kernel an operation is."""
@@ -35,8 +41,7 @@ class GpuKernels:
         return barrier
 
     def reduce(self, args: np.ndarray, algorithm: str, dtype: torch.dtype, op: str) -> Kernel:
-        kernel = {"one_shot": allreduce_one_shot, "two_shot": allreduce_two_shot}[algorithm]
-        return kernel.made_for(**reduction_constants(dtype, op))
+        return _REDUCTIONS[algorithm].made_for(**reduction_constants(dtype, op))
 
     def exchange(self, args: np.ndarray, reduction: tuple[torch.dtype, str] | None) -> Kernel:
         return exchange.made_for(**(NO_REDUCTION if reduction is None else reduction_constants(*reduction)))
@@ -70,15 +75,21 @@ class InterpretedTarget(GpuKernels):
     """Runs the kernels by Triton's interpreter, on CPU memory. Rows and channels are shared out among `num_programs`.
 
     Its private memory is mirrored as a GPU's is, so that a word which was not published is missed here already.
+    With `multicast` it emulates NVLink's switch, with an `sm_budget` of 0 it copies without kernels; all ranks must.
     """
 
-    name, kind, transport, device = "interpreter", "cpu", "shared_memory", torch.device("cpu")
+    name, transport, device = "interpreter", "shared_memory", torch.device("cpu")
     runs_on_threads, shares_control = False, True
     segment, owned_memory = SymmetricSegment, staticmethod(owned_array)
 
-    def __init__(self, num_programs: int = 2):
+    def __init__(self, num_programs: int = 2, *, multicast: bool = False, sm_budget: int | None = None):
         interpreter.require_interpreter()
-        self._num_programs = num_programs
+        self._num_programs, self._multicast = num_programs, NOWHERE if multicast else 0
+        self.copy_engine_bytes = _COPY_ENGINE_BYTES if sm_budget == 0 else 0
+        self.kind = "cpu" + " with multicast" * multicast + " with sm_budget=0" * (sm_budget == 0)
+
+    def multicast(self, segment: SymmetricSegment) -> int:
+        return self._multicast
 
     def default_num_programs(self, size: int) -> int:
         return max(1, len(os.sched_getaffinity(0)) // size)  # as its Numba peers: they share out the same channels

@@ -20,6 +20,11 @@ _BOOL_OPS = {"sum": "bor", "max": "bor", "bor": "bor", "prod": "band", "min": "b
 ROW_SUM_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
+#: what NVLink's switch can reduce in vectors (PTX ISA, multimem.ld_reduce; it divides nothing, the GPU does)
+SWITCH_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SWITCH_OPS = ("sum", "avg")
+
+
 def supported_ops(dtype: torch.dtype) -> tuple[str, ...]:
     """The reductions that exist for a dtype; none for a dtype that can only be moved."""
     if dtype in _FLOATS:

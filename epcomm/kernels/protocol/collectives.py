@@ -44,6 +44,7 @@ SEND_OFFSET, SEND_BYTES, RECEIVE_OFFSET, RECEIVE_BYTES = range(4)
     NUM_CHANNELS,
 ) = range(9)
 BARRIER_EPOCH, ONE_SHOT_EPOCH = 9, 10
+MULTICAST = 11  # address at which NVLink's switch reaches all ranks' segments, 0 if it doesn't
 CHUNKS = 16  # per channel: chunks that went through the two-shot ring, and through the exchange ring
 
 # ---- point to point: a sender's inbox at the receiver is two word lines, then slots of a header line and bytes
@@ -71,12 +72,16 @@ class CollectiveRegions:
     reduced: int  # [channels, NUM_SLOTS, chunk]
     sent: int  # [channels, NUM_SLOTS, chunk]
     inbox: int  # [size] point-to-point inboxes, one per sender
+    copies: int  # staging of data movement by copies
     inbox_bytes: int
     size: int  # of the whole segment
 
 
-def collective_regions(size: int, num_channels: int) -> CollectiveRegions:
-    """The layout for a communicator of `size` ranks. Pages are taken when first used."""
+def collective_regions(size: int, num_channels: int, copy_bytes: int = 0) -> CollectiveRegions:
+    """The layout for a communicator of `size` ranks. Pages are taken when first used.
+
+    `copy_bytes`: staging of data movement by copies, if it goes that way.
+    """
     layout = Layout()
     layout.add("control", control_region_bytes(size))
     inbox_bytes = INBOX_SLOTS + INBOX_NUM_SLOTS * INBOX_SLOT_BYTES
@@ -91,5 +96,6 @@ def collective_regions(size: int, num_channels: int) -> CollectiveRegions:
         sent=layout.add("sent", num_channels * NUM_SLOTS * CHUNK_BYTES),
         inbox=layout.add("inbox", size * inbox_bytes),
         inbox_bytes=inbox_bytes,
+        copies=layout.add("copies", copy_bytes),
         size=layout.size,
     )

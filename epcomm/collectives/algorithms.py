@@ -1,0 +1,51 @@
+"""How an allreduce or reduce goes: which algorithms exist, which of them fit a request, and which one "auto" means."""
+
+from __future__ import annotations
+
+import torch
+
+from epcomm.errors import ConfigError, UnsupportedError
+from epcomm.kernels.protocol.arithmetic import SWITCH_DTYPES, SWITCH_OPS
+from epcomm.kernels.protocol.collectives import ONE_SHOT_BYTES
+
+ALGORITHMS = ("auto", "one_shot", "two_shot", "multimem")
+
+#: Ranks from which `auto` leaves sums of more than ONE_SHOT_BYTES to NVLink's switch. Not measured here: vLLM
+#: (device_communicators/symm_mem.py) and TensorRT-LLM take multimem over two shots at 4, 6 and 8 ranks on sm_90 and at
+#: 6 and 8 on sm_100, whatever the size.
+MULTIMEM_RANKS = 6
+
+
+def check_algorithm(
+    where: str, algorithm: str, num_bytes: int, dtype: torch.dtype, op: str, has_multicast: bool
+) -> None:
+    """Raises ConfigError if the algorithm can't do this reduction, UnsupportedError if it can't here."""
+    argument = f"{where}: argument `algorithm`:"
+    if algorithm not in ALGORITHMS:
+        raise ConfigError(f"{argument} wanted one of {ALGORITHMS}, got {algorithm!r}")
+    if algorithm == "one_shot" and num_bytes > ONE_SHOT_BYTES:
+        raise ConfigError(f"{argument} one_shot takes up to {ONE_SHOT_BYTES} bytes, got {num_bytes}")
+    if algorithm == "multimem":
+        if dtype not in SWITCH_DTYPES or op not in SWITCH_OPS:
+            dtypes = ", ".join(map(str, SWITCH_DTYPES))
+            raise ConfigError(f"{argument} multimem does {' and '.join(SWITCH_OPS)} of {dtypes}, got {op} of {dtype}")
+        if not has_multicast:
+            raise UnsupportedError(
+                f"{argument} multimem needs memory that NVLink's switch multicasts to, which these ranks don't have: "
+                "sm_90 or newer behind an NVSwitch, one process and one GPU per rank; 'two_shot' works everywhere"
+            )
+
+
+def chosen_algorithm(
+    algorithm: str, num_bytes: int, dtype: torch.dtype, op: str, size: int, has_multicast: bool
+) -> str:
+    """What `auto` means, the same on all of `size` ranks; anything else means itself."""
+    if num_bytes == 0:
+        return "one_shot"  # no chunk, no wait: in the others ranks would not even meet
+    if algorithm != "auto":
+        return algorithm
+    if num_bytes <= ONE_SHOT_BYTES:
+        return "one_shot"
+    # not averages: those of 16-bit floats are rounded twice
+    suits_switch = has_multicast and size >= MULTIMEM_RANKS and dtype in SWITCH_DTYPES and op == "sum"
+    return "multimem" if suits_switch else "two_shot"
