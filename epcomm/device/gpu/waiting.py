@@ -163,3 +163,89 @@ def meet(ctx, fingerprint, address, value, rank, site):
 def signal(address, value):
     """Raises the word at `address`, after every earlier store of this program's threads."""
     store_release(address, value)
+
+
+# ---- all peers at once: a lane each, so that eight peers cost no more than one
+
+
+@device
+def signal_everyone(bases, offset, value, size, RANKS: tl.constexpr):
+    """`signal` the word at `offset` from each of the `size` base addresses in the table `bases`."""
+    lane = tl.arange(0, RANKS)
+    is_rank = lane < size
+    base = tl.load(bases.to(tl.pointer_type(tl.int64)) + lane, mask=is_rank, other=0)
+    values = tl.full((RANKS,), 0, tl.int64) + value
+    tl.debug_barrier()
+    tl.atomic_xchg((base + offset).to(tl.pointer_type(tl.int64)), values, mask=is_rank, sem="release", scope="sys")
+
+
+@device
+def _load_words(address, stride, size, RANKS: tl.constexpr):
+    """One word of each rank, `stride` bytes apart: acquired."""
+    lane = tl.arange(0, RANKS)
+    pointer = (address + lane.to(tl.int64) * stride).to(tl.pointer_type(tl.int64))
+    nothing = tl.zeros((RANKS,), tl.int64)
+    return tl.atomic_add(pointer, nothing, mask=lane < size, sem="acquire", scope="sys")
+
+
+@device
+def _first(condition, RANKS: tl.constexpr):
+    """The first lane where the condition holds, RANKS if it holds nowhere."""
+    return tl.min(tl.where(condition, tl.arange(0, RANKS), RANKS), 0).to(tl.int64)
+
+
+@device
+def _at(values, lane, RANKS: tl.constexpr):
+    return tl.sum(tl.where(tl.arange(0, RANKS) == lane, values, 0), 0)
+
+
+@device
+def _first_mismatch(ctx, fingerprint, size, RANKS: tl.constexpr):
+    """(the first rank that calls something else under this sequence number, what it calls); RANKS if none does."""
+    sequence = word(ctx, control.SEQUENCE) + 1
+    slots = peer(ctx, word(ctx, control.RANK)) + control.HEADERS + (sequence % control.HEADER_RING) * 16
+    is_peer = (tl.arange(0, RANKS) < size) & (tl.arange(0, RANKS) != word(ctx, control.RANK))
+    is_told = is_peer & (_load_words(slots, control.HEADER_BYTES, size, RANKS) == sequence)
+    found = _load_words(slots + 8, control.HEADER_BYTES, size, RANKS)
+    # a peer may be overwriting its entry with a later operation: only unchanged entries count
+    is_told = is_told & (_load_words(slots, control.HEADER_BYTES, size, RANKS) == sequence)
+    rank = _first(is_told & (found != fingerprint), RANKS)
+    return rank, _at(found, rank, RANKS)
+
+
+@device
+def meet_everyone(ctx, fingerprint, address, value, site, RANKS: tl.constexpr):
+    """`meet` all ranks: each raises a word of its own, a line after the one before."""
+    size = word(ctx, control.SIZE)
+    is_rank = tl.arange(0, RANKS) < size
+    status = tl.cast(control.OK, tl.int64)
+    found = _load_words(address, control.LINE, size, RANKS)
+    late = _first(is_rank & (found < value), RANKS)
+    if late < RANKS:
+        started = clock_ns()
+        timeout = word(ctx, control.TIMEOUT_NS)
+        while (late < RANKS) & (status == control.OK):
+            polls = 0
+            while (late < RANKS) & (polls < POLLS):
+                relax()
+                found = _load_words(address, control.LINE, size, RANKS)
+                late = _first(is_rank & (found < value), RANKS)
+                polls += 1
+            stop = aborted(ctx)
+            is_too_late = clock_ns() - started > timeout
+            other, called = _first_mismatch(ctx, fingerprint, size, RANKS)
+            found = _load_words(address, control.LINE, size, RANKS)
+            late = _first(is_rank & (found < value), RANKS)
+            if late < RANKS:
+                if stop:
+                    status = tl.cast(control.ABORTED, tl.int64)
+                elif other < RANKS:
+                    status = stopped(ctx, control.MISMATCH, other, site, value, called)
+                elif is_too_late:
+                    status = stopped(ctx, control.TIMEOUT, late, site, value, _at(found, late, RANKS))
+    if status == control.OK:
+        other, called = _first_mismatch(ctx, fingerprint, size, RANKS)
+        if other < RANKS:
+            status = stopped(ctx, control.MISMATCH, other, site, value, called)
+    tl.debug_barrier()  # what the lanes' threads acquired, all threads see
+    return status

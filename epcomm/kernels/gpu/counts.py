@@ -13,7 +13,7 @@ from epcomm.device import control
 from epcomm.device.gpu.compile import kernel, one
 from epcomm.device.gpu.machine import device
 from epcomm.device.gpu.memory import copy, set_word, store32, word
-from epcomm.device.gpu.waiting import enter, leave, meet, signal
+from epcomm.device.gpu.waiting import enter, leave, meet_everyone, signal_everyone
 from epcomm.kernels.protocol import expert_parallel as protocol
 from epcomm.kernels.protocol import sites
 
@@ -28,6 +28,13 @@ def base_of(state, rank):
 def signal_word(ctx, state, kind, at, source):
     """Address, at rank `at`, of the word of `kind` that `source` raises."""
     return base_of(state, at) + (kind * word(ctx, control.SIZE) + source) * control.LINE
+
+
+@device
+def raise_everywhere(ctx, state, kind, value, RANKS: tl.constexpr):
+    """Raises this rank's word of `kind` at every rank, after all that this program wrote."""
+    offset = (kind * word(ctx, control.SIZE) + word(ctx, control.RANK)) * control.LINE
+    signal_everyone(word(state, protocol.BASES), offset, value, word(ctx, control.SIZE), RANKS)
 
 
 @device
@@ -125,14 +132,10 @@ def exchange_counts(ctx, args, fingerprint, routing, c1, c2, c3, c4, c5, EXPERTS
     if status == control.OK:
         set_word(state, protocol.COUNT_EPOCH, epoch)
         for distance in range(size):
-            rank = (me + distance) % size
-            push_counts(ctx, state, routing, rank, epoch)
-            signal(signal_word(ctx, state, kind, rank, me), epoch)
-    for distance in range(size):
-        rank = (me + distance) % size
-        if status == control.OK:
-            counted = signal_word(ctx, state, kind, me, rank)
-            status = meet(ctx, fingerprint, counted, epoch, rank, sites.ROUTE_COUNTS)  # RAW
+            push_counts(ctx, state, routing, (me + distance) % size, epoch)
+        raise_everywhere(ctx, state, kind, epoch, RANKS)
+        counted = signal_word(ctx, state, kind, me, 0)
+        status = meet_everyone(ctx, fingerprint, counted, epoch, sites.ROUTE_COUNTS, RANKS)  # RAW
     if status == control.OK:
         status = place_rows(ctx, state, routing, epoch, EXPERTS, RANKS)
     leave(ctx, status)
