@@ -111,16 +111,20 @@ def test_numbers_are_the_defined_ones(hidden: int, options: Float8) -> None:
         assert [(t.shape, t.dtype) for t in like] == [(t.shape, t.dtype) for t in (rows, scales)]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=OPTION_IDS)
-def test_every_code_and_what_lies_between(options: Float8) -> None:
-    """With a scale of 1: each code, the numbers half way to the next, and their neighbours in float32."""
+def every_code() -> torch.Tensor:
+    """float32 rows with a scale of 1: each code, the numbers half way to the next, and the float32 next to them."""
     middles = torch.from_numpy((CODES[1:] + CODES[:-1]) / 2).float()
     points = torch.cat([torch.from_numpy(CODES).float(), middles])
     points = torch.cat([points, points.nextafter(torch.tensor(torch.inf)), points.nextafter(torch.tensor(-1.0))])
     points = torch.cat([points, -points])
     points = points[points.abs() <= 448]
-    x = torch.nn.functional.pad(points, (0, -len(points) % 127)).view(-1, 127)
-    x = torch.cat([x, torch.full((len(x), 1), 448.0)], dim=1)
+    rows = torch.nn.functional.pad(points, (0, -len(points) % 127)).view(-1, 127)
+    return torch.cat([rows, torch.full((len(rows), 1), 448.0)], dim=1)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=OPTION_IDS)
+def test_every_code_and_what_lies_between(options: Float8) -> None:
+    x = every_code()
     rows, scales = options.quantized(x)
     codes, wanted = defined(x, options)
     assert (wanted == 1).all()
@@ -239,9 +243,9 @@ def test_traffic(kind: tuple[str, str], world: int) -> None:
     on_ranks(world, run_quantized, list(traffic_of(HIDDEN, kind)))
 
 
-def run_forms_of_x(comm: epcomm.Communicator) -> None:
+def run_forms_of_x(comm: epcomm.Communicator, kinds: list[tuple[str, str]]) -> None:
     """Rows with gaps, results in memory of the caller, plain dispatches in between."""
-    for mode, layout in KINDS:
+    for mode, layout in kinds:
         case = case_of(260, mode=mode, layout=layout)
         ep, step = case.handle(comm), Step(case, comm.size, 0)
         routing, x = ep.route(step.exchange.indices[comm.rank]), samples(5, 256, torch.bfloat16, comm.rank)
@@ -268,9 +272,9 @@ def require_same_rows(case: Case, wanted: Any, got: Any) -> None:
     assert (buffer.shape, buffer.dtype) == (shape, torch.bfloat16)
 
 
-@pytest.mark.parametrize("kernels", ["numba", "mixed"])
-def test_forms_of_x(kernels: str) -> None:
-    on_ranks(2, run_forms_of_x, kernels=kernels, longest=0)
+@pytest.mark.parametrize("kernels, kinds", [("numba", KINDS), ("mixed", KINDS[1:3])], ids=["numba", "mixed"])
+def test_forms_of_x(kernels: str, kinds: list[tuple[str, str]]) -> None:
+    on_ranks(2, run_forms_of_x, kinds, kernels=kernels, longest=0)
 
 
 def run_wrong_arguments(comm: epcomm.Communicator) -> None:
@@ -278,7 +282,7 @@ def run_wrong_arguments(comm: epcomm.Communicator) -> None:
     ep, step = case.handle(comm), Step(case, comm.size, 0)
     good = torch.ones(7, 16, dtype=torch.bfloat16)
     for x, quantize, error, texts in (
-        (good.double(), OPTIONS[0], ConfigError, ("`x`", "torch.bfloat16 or torch.float16 or torch.float32", "float64")),
+        (good.double(), OPTIONS[0], ConfigError, ("`x`", "bfloat16 or torch.float16 or torch.float32", "float64")),
         (good.to(torch.float8_e4m3fn), OPTIONS[0], ConfigError, ("`x`", "float8_e4m3fn")),
         ((good, good), OPTIONS[0], ConfigError, ("`x`", "tuple")),
         (good[:-1], OPTIONS[0], ConfigError, ("`x`", "(6, 16)")),
@@ -339,4 +343,21 @@ def test_disagreements(kernels: str) -> None:
 @pytest.mark.parametrize("world, kernels", [(1, "triton"), (2, "triton"), (3, "mixed")])
 @pytest.mark.parametrize("kind", [KINDS[0], KINDS[4], KINDS[5]], ids=[KIND_IDS[0], KIND_IDS[4], KIND_IDS[5]])
 def test_interpreted_traffic(kind: tuple[str, str], world: int, kernels: str) -> None:
-    on_ranks(world, run_quantized, list(traffic_of((1, 130, 384, 8448), kind)), kernels=kernels, longest=0)
+    """Rows that move in bytes (1, 1030) and in vectors, of one tile and of two (1030, 4352)."""
+    on_ranks(world, run_quantized, list(traffic_of((1, 144, 1030, 4352), kind)), kernels=kernels, longest=0)
+
+
+def run_every_code(comm: epcomm.Communicator) -> None:
+    x = every_code()
+    ep = comm.expert_parallel(num_experts=1, topk=1, hidden=256, max_tokens=len(x))
+    routing = ep.route(torch.zeros(len(x), 1, dtype=torch.int64))
+    for options, factor in itertools.product(OPTIONS, (1.0, 3.0, 0.7)):
+        rows, scales = ep.dispatch(x * factor, routing, quantize=options).x
+        wanted_rows, wanted_scales = options.quantized(x * factor)
+        require("codes", rows.view(torch.uint8), wanted_rows.view(torch.uint8))
+        require("scales", scales, wanted_scales)
+    ep.close()
+
+
+def test_interpreted_kernels_make_every_code() -> None:
+    on_ranks(1, run_every_code, kernels="triton", longest=0)

@@ -90,7 +90,7 @@ class Float8:
         int32 [num_tokens, ceil(ceil(hidden / 128) / 4)]. Both contiguous.
         """
         hidden = x.shape[1]
-        values = _in_blocks(x.float())
+        values = _in_blocks(x.detach().float())
         amax = values.abs().amax(dim=-1)
         is_finite = None
         if not amax.isfinite().all():

@@ -20,6 +20,12 @@ _NOTHING = np.zeros(0, np.int64)  # for blocks that this target writes nothing i
 #: (experts, ranks)
 EXTENTS = ((8, 2), (64, 4), (256, 8), (512, 16))
 
+#: (rows, scales) of a dispatch that quantises
+QUANTIZED = ((_BF16, "float32"), (_BF16, "packed"), (_F16, "power_of_two"), (_F32, "float32"))
+MORE_QUANTIZED = tuple(
+    (dtype, scales) for dtype in (_BF16, _F16, _F32) for scales in ("float32", "power_of_two", "packed")
+)
+
 #: (expert outputs, results) of each tensor of a combine
 COMBINES = (
     ((_BF16, _BF16),),
@@ -46,16 +52,23 @@ MORE_REDUCTIONS = tuple((dtype, op) for dtype in (_BF16, _F16, _F32, _F64, *_INT
 
 def arms(everything: bool = False) -> dict[str, Kernel]:
     """Arms by name, such as "dispatch EXPERTS=256 RANKS=8": a representative few, or all that users reach."""
-    more_combines, more_reductions = (MORE_COMBINES, MORE_REDUCTIONS) if everything else ((), ())
-    found = _arms((*COMBINES, *more_combines), (*REDUCTIONS, *more_reductions))
+    found = [*_arms(QUANTIZED, COMBINES, REDUCTIONS)]
+    if everything:
+        found += _arms(MORE_QUANTIZED, MORE_COMBINES, MORE_REDUCTIONS)
     return {name_of(kernel): kernel for kernel in found}  # several operations may share one
 
 
-def _arms(combines: Iterable[tuple], reductions: Iterable[tuple[torch.dtype, str]]) -> Iterator[Kernel]:
+def _arms(
+    quantized: Iterable[tuple[torch.dtype, str]],
+    combines: Iterable[tuple],
+    reductions: Iterable[tuple[torch.dtype, str]],
+) -> Iterator[Kernel]:
     kernels = GpuKernels()
     yield from (kernels.barrier(), kernels.send(), kernels.recv(), kernels.route())
     for extents in EXTENTS:
         yield from (kernels.exchange_counts(*extents), kernels.dispatch(*extents))
+    for rows in quantized:
+        yield kernels.quantized_dispatch(256, 8, *rows)
     for dtypes in combines:
         yield kernels.combine(_NOTHING, dtypes)
     yield kernels.exchange(_NOTHING, None)

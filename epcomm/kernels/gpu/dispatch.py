@@ -2,8 +2,9 @@
 
 Roles and phases, by program
   1  the first: grant a block to every peer (in latency mode with this rank's counts); wait for every peer's grant.
-  2  all others but the last: copy the rows of every n-th token, read once for all their places, and zero the padding of
-     every n-th local expert in this rank's own block; the last of them to finish raises ROWS at every peer.
+  2  all others but the last: copy the rows of every n-th token, read once for all their places (or quantise them on the
+     way: SCALES says to which scales, X what they are), and zero the padding of every n-th local expert in this rank's
+     own block; the last of them to finish raises ROWS at every peer.
   3  the last: wait for every peer's ROWS, and for DONE of the last combine.
 
 Edges
@@ -37,6 +38,7 @@ from epcomm.device.gpu.memory import (
 from epcomm.device.gpu.waiting import enter, leave, meet, signal, wait
 from epcomm.kernels.gpu.counts import base_of, place_rows, push_counts, signal_word
 from epcomm.kernels.gpu.phases import announce, arrive, follow
+from epcomm.kernels.gpu.quantized_rows import NARROW_TILE_BLOCKS, TILE_BLOCKS, send_quantized_row
 from epcomm.kernels.gpu.rows import granted_block, num_places, place, slot_weight
 from epcomm.kernels.protocol import expert_parallel as protocol
 from epcomm.kernels.protocol import sites
@@ -62,6 +64,13 @@ def _meet_peers(ctx, fingerprint, state, routing, block, latency, epoch, EXPERTS
         if status == control.OK:
             status = place_rows(ctx, state, routing, epoch, EXPERTS, RANKS)
     return status
+
+
+@device
+def _is_wide(tensor):
+    """True if a tensor's rows can be read and delivered in 16-byte accesses."""
+    address, stride = word(tensor, protocol.T_ADDRESS), word(tensor, protocol.T_STRIDE)
+    return is_wide(address, stride, word(tensor, protocol.T_ROW_BYTES))
 
 
 @device
@@ -148,18 +157,23 @@ def _zero_padding(state, routing, tensors, num_tensors, me, size, at, block):
 
 
 @device
-def _send(ctx, args, state, routing, tensors, weights, block, epoch, share, shares):
+def _send(ctx, args, state, routing, tensors, weights, block, epoch, share, shares,
+          X: tl.constexpr, SCALES: tl.constexpr):  # fmt: skip
     """Phase 2 of one program."""
     me, size, num_tensors = word(ctx, control.RANK), word(ctx, control.SIZE), word(args, protocol.NUM_TENSORS)
     places = num_places(ctx, state, routing)
     for token in range(share, word(routing, protocol.NUM_TOKENS), shares):
-        for i in range(num_tensors):
-            tensor = tensors + 8 * protocol.TENSOR_WORDS * i
-            address, stride = word(tensor, protocol.T_ADDRESS), word(tensor, protocol.T_STRIDE)
-            if is_wide(address, stride, word(tensor, protocol.T_ROW_BYTES)):
-                _send_row(ctx, state, routing, tensor, token, places, epoch, True, TILE_BYTES)
-            else:
-                _send_row(ctx, state, routing, tensor, token, places, epoch, False, NARROW_TILE_BYTES)
+        if SCALES is None:
+            for i in range(num_tensors):
+                tensor = tensors + 8 * protocol.TENSOR_WORDS * i
+                if _is_wide(tensor):
+                    _send_row(ctx, state, routing, tensor, token, places, epoch, True, TILE_BYTES)
+                else:
+                    _send_row(ctx, state, routing, tensor, token, places, epoch, False, NARROW_TILE_BYTES)
+        elif _is_wide(tensors):
+            send_quantized_row(ctx, state, routing, tensors, token, places, epoch, X, SCALES, True, TILE_BLOCKS)
+        else:
+            send_quantized_row(ctx, state, routing, tensors, token, places, epoch, X, SCALES, False, NARROW_TILE_BLOCKS)
         _describe_rows(ctx, state, routing, weights, token, places, epoch)
     if word(state, protocol.LAYOUT) == protocol.CONTIGUOUS:
         if word(state, protocol.ALIGNMENT) > 1:
@@ -190,7 +204,7 @@ def _finish(ctx, fingerprint, state, epoch):
 
 @kernel("dispatch", programs=lambda shares: shares + 2, reports=True)
 def dispatch(ctx, args, fingerprint, routing, tensors, weights, block, c4, c5,
-             EXPERTS: tl.constexpr, RANKS: tl.constexpr):  # fmt: skip
+             EXPERTS: tl.constexpr, RANKS: tl.constexpr, X: tl.constexpr, SCALES: tl.constexpr):  # fmt: skip
     """Ends with CAPACITY on all ranks, before any row is sent, if some rank's rows are too many."""
     program, status = enter(ctx, fingerprint)
     state, shares = word(args, protocol.STATE), tl.num_programs(0) - 2
@@ -205,7 +219,7 @@ def dispatch(ctx, args, fingerprint, routing, tensors, weights, block, c4, c5,
         status = follow(ctx, fingerprint, state, protocol.DISPATCH_PHASE, epoch, me, sites.DISPATCH_GRANT)
         if status == control.OK:
             if program <= shares:
-                _send(ctx, args, state, routing, tensors, weights, block, epoch, program - 1, shares)
+                _send(ctx, args, state, routing, tensors, weights, block, epoch, program - 1, shares, X, SCALES)
                 if arrive(state, shares):
                     for distance in range(size):
                         rank = (me + distance) % size

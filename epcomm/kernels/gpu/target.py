@@ -59,10 +59,10 @@ class GpuKernels:
         return exchange_counts.made_for(**_extents(num_experts, size))
 
     def dispatch(self, num_experts: int, size: int) -> Kernel:
-        return dispatch.made_for(**_extents(num_experts, size))
+        return dispatch.made_for(**_extents(num_experts, size), X=None, SCALES=None)
 
-    def quantized_dispatch(self, num_experts: int, size: int, dtype: torch.dtype, scales: str) -> Kernel | None:
-        return None
+    def quantized_dispatch(self, num_experts: int, size: int, dtype: torch.dtype, scales: str) -> Kernel:
+        return dispatch.made_for(**_extents(num_experts, size), X=triton_dtype(dtype), SCALES=scales)
 
     def combine(self, records: np.ndarray, dtypes: Sequence[tuple[torch.dtype, torch.dtype]]) -> Kernel:
         for pair in dtypes:
