@@ -98,7 +98,7 @@ def main(
             failures += [f"{outcome.name} on {outcome.arch}: {defect}" for defect in outcome.defects()]
     order = {job: at for at, job in enumerate(jobs)}
     compiled.sort(key=lambda each: order[each.name, each.arch])
-    for each in dict.fromkeys(arch):
+    for each in dict.fromkeys(each for _, each in jobs):
         console.print(table_of(each, [arm for arm in compiled if arm.arch == each]))
     if json_file is not None:
         _write(json_file, compiled, failures)

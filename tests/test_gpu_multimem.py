@@ -42,7 +42,7 @@ def switched(inputs: list[torch.Tensor], op: str) -> torch.Tensor:
 
 def check_sizes(comm: epcomm.Communicator) -> None:
     """Sums and averages of every dtype, three at each size, between other uses of the same slots."""
-    for size in (0, 1, 5, 64 * comm.size + 3, 3001):
+    for size in (5, 0, 64 * comm.size + 3, 2001):
         for call, (dtype, op) in enumerate((dtype, op) for dtype in DTYPES for op in ("sum", "avg")):
             inputs = [addend(rank, (size,), dtype, op, call, comm.size) for rank in range(comm.size)]
             own, wanted = inputs[comm.rank], switched(inputs, op)
@@ -54,7 +54,7 @@ def check_sizes(comm: epcomm.Communicator) -> None:
         check(comm, (size, "in place"), comm.allreduce(place, op, out=place, algorithm="multimem"), wanted)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_sizes(world: int) -> None:
     on_ranks(world, check_sizes)
 
@@ -92,8 +92,9 @@ def check_bound(comm: epcomm.Communicator) -> None:
         check(comm, step, call(), torch.full((3000,), float(step * comm.size + sum(range(comm.size)))))
 
 
-def test_bound_call() -> None:
-    on_ranks(2, check_bound)
+@pytest.mark.parametrize("world", [1, 2])
+def test_bound_call(world: int) -> None:
+    on_ranks(world, check_bound)
 
 
 def sums_with_rounding(comm: epcomm.Communicator) -> list[torch.Tensor]:
@@ -120,11 +121,13 @@ def test_results_are_the_same_on_all_ranks_and_rounded_once() -> None:
 def signal_each_other(comm: epcomm.Communicator) -> list[int]:
     from multimem_kernels import signal_everyone
 
+    from epcomm.device.gpu.multimem import EMULATED_BASE
+
     runtime, offset = comm._runtime, comm._binder._copies
     operation = runtime.operation(signal_everyone, comm._binder._block(), "signal_everyone")
     found = []
     for call in range(3):
-        runtime.run(operation, 0, offset, 10**call * (comm.rank + 1) << 32)
+        runtime.run(operation, EMULATED_BASE, offset, 10**call * (comm.rank + 1) << 32)
         comm.barrier()
         found.append(int(runtime.collectives.own.array(offset, 8).view("int64")[0]) >> 32)
         comm.barrier()

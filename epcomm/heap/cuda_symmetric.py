@@ -49,8 +49,12 @@ class SymmetricGroup:
         own = os.getpid(), str(torch.cuda.get_device_properties(device).uuid)
         processes, gpus = zip(*map(pickle.loads, exchange(pickle.dumps(own))), strict=True)
         self._is_usable = len(gpus) > 1 and len(set(processes)) == len(set(gpus)) == len(gpus)
+        self._name = ""
         if self._is_usable:
-            self._name = register_group(rank, len(gpus), exchange)
+            try:
+                self._name = register_group(rank, len(gpus), exchange)
+            except Exception as error:  # peers learn of it with the first segment
+                _warn(error)
 
     def segment(self, num_bytes: int, exchange: Exchange) -> SymmetricCudaSegment | None:
         """Collective: a segment, or None on all ranks if one of them can't have it."""
@@ -58,16 +62,21 @@ class SymmetricGroup:
             return None
         found: SymmetricCudaSegment | None = None
         try:
-            found = SymmetricCudaSegment(num_bytes, self._device, self._name)
+            if self._name:
+                found = SymmetricCudaSegment(num_bytes, self._device, self._name)
         except Exception as error:  # it isn't documented what torch raises
-            message = f"torch's symmetric memory can't be used, so NVLink's switch can't either: {error}"
-            warnings.warn(message, stacklevel=2)
+            _warn(error)
         own = None if found is None else found.multicast != 0
         outcomes = [pickle.loads(outcome) for outcome in exchange(pickle.dumps(own))]
         self._is_usable = None not in outcomes
         if found is not None and not all(outcomes):
             found.multicast = 0  # on all ranks or on none
         return found if self._is_usable else None
+
+
+def _warn(error: Exception) -> None:
+    message = f"torch's symmetric memory can't be used, so NVLink's switch can't either: {error}"
+    warnings.warn(message, stacklevel=3)
 
 
 def register_group(rank: int, size: int, exchange: Exchange) -> str:

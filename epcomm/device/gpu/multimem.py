@@ -3,7 +3,7 @@
 A *multicast address* stands for one place in every rank's segment: the segment's multicast base plus an offset. Nothing
 but these functions may touch it. They move vectors of 16 bytes, given by offsets, as four columns of 4-byte words.
 
-Interpreted, a loop over the ranks' segments, in rank order, stands in for the switch; the multicast base is not used.
+Interpreted, a loop over the ranks' segments, in rank order, stands in for the switch; the base is `EMULATED_BASE`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from epcomm.device import control
 from epcomm.device.gpu.machine import INTERPRETED, device, rounded, widened
 from epcomm.device.gpu.memory import word
 from epcomm.device.gpu.waiting import peer
+
+#: a multicast base under the interpreter: no memory is there, so whoever takes it for a memory address is stopped
+EMULATED_BASE = 1 << 60
 
 #: what the switch adds, as PTX names it: vectors of 16 bytes; sums of 16-bit floats are accumulated in float32
 _SUMS = {"bf16": "acc::f32.v4.bf16x2", "fp16": "acc::f32.v4.f16x2", "fp32": "v4.f32"}
@@ -48,39 +51,41 @@ def packed(low, high, DTYPE: tl.constexpr):
 if INTERPRETED:
 
     @device
-    def _pointer(ctx, rank, offset):
-        return (peer(ctx, rank) + offset).to(tl.pointer_type(tl.int32))
+    def _pointer(ctx, rank, address):
+        return (peer(ctx, rank) + (address - EMULATED_BASE)).to(tl.pointer_type(tl.int32))
 
     @device
-    def _sum_of_column(ctx, offset, is_inside, DTYPE: tl.constexpr):
-        low, high = unpacked(tl.load(_pointer(ctx, 0, offset), mask=is_inside, other=0), DTYPE)
+    def _sum_of_column(ctx, address, is_inside, DTYPE: tl.constexpr):
+        low, high = unpacked(tl.load(_pointer(ctx, 0, address), mask=is_inside, other=0), DTYPE)
         for rank in range(1, word(ctx, control.SIZE)):
-            more_low, more_high = unpacked(tl.load(_pointer(ctx, rank, offset), mask=is_inside, other=0), DTYPE)
+            more_low, more_high = unpacked(tl.load(_pointer(ctx, rank, address), mask=is_inside, other=0), DTYPE)
             low, high = low + more_low, high + more_high
         return packed(low, high, DTYPE)
 
     @device
     def multimem_load_reduce(ctx, multicast, offset, is_inside, DTYPE: tl.constexpr):
         """The sum, over all ranks, of the vectors at these offsets."""
-        a = _sum_of_column(ctx, offset, is_inside, DTYPE)
-        b = _sum_of_column(ctx, offset + 4, is_inside, DTYPE)
-        c = _sum_of_column(ctx, offset + 8, is_inside, DTYPE)
-        return a, b, c, _sum_of_column(ctx, offset + 12, is_inside, DTYPE)
+        address = multicast + offset
+        a = _sum_of_column(ctx, address, is_inside, DTYPE)
+        b = _sum_of_column(ctx, address + 4, is_inside, DTYPE)
+        c = _sum_of_column(ctx, address + 8, is_inside, DTYPE)
+        return a, b, c, _sum_of_column(ctx, address + 12, is_inside, DTYPE)
 
     @device
     def multimem_store(ctx, multicast, offset, a, b, c, d, is_inside):
         """Writes the vectors to all ranks."""
+        address = multicast + offset
         for rank in range(word(ctx, control.SIZE)):
-            tl.store(_pointer(ctx, rank, offset), a, mask=is_inside)
-            tl.store(_pointer(ctx, rank, offset + 4), b, mask=is_inside)
-            tl.store(_pointer(ctx, rank, offset + 8), c, mask=is_inside)
-            tl.store(_pointer(ctx, rank, offset + 12), d, mask=is_inside)
+            tl.store(_pointer(ctx, rank, address), a, mask=is_inside)
+            tl.store(_pointer(ctx, rank, address + 4), b, mask=is_inside)
+            tl.store(_pointer(ctx, rank, address + 8), c, mask=is_inside)
+            tl.store(_pointer(ctx, rank, address + 12), d, mask=is_inside)
 
     @device
     def multimem_signal(ctx, multicast, offset, value):
         """Adds to a 64-bit word of all ranks, after all that this program's threads wrote."""
         for rank in range(word(ctx, control.SIZE)):
-            pointer = (peer(ctx, rank) + offset).to(tl.pointer_type(tl.int64))
+            pointer = _pointer(ctx, rank, multicast + offset).to(tl.int64).to(tl.pointer_type(tl.int64))
             tl.atomic_add(pointer, tl.cast(value, tl.int64), sem="release", scope="sys")
 
     @device

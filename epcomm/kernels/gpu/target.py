@@ -13,6 +13,7 @@ import triton
 from epcomm.device.gpu import interpreter
 from epcomm.device.gpu.compile import Kernel
 from epcomm.device.gpu.dtypes import triton_dtype
+from epcomm.device.gpu.multimem import EMULATED_BASE
 from epcomm.heap.cpu import Mapping, SymmetricSegment, owned_array
 from epcomm.heap.private import MirroredMemory
 from epcomm.kernels.gpu.allreduce_multimem import allreduce_multimem
@@ -29,8 +30,6 @@ from epcomm.kernels.gpu.route import route
 from epcomm.kernels.protocol.arithmetic import check_row_sum
 
 _COPY_ENGINE_BYTES = 64 << 10  # so that little data is several pieces
-NOWHERE = 1 << 60  # a multicast address that stops whoever uses it as a memory address
-
 _REDUCTIONS = {"one_shot": allreduce_one_shot, "two_shot": allreduce_two_shot, "multimem": allreduce_multimem}
 
 
@@ -84,7 +83,7 @@ class InterpretedTarget(GpuKernels):
 
     def __init__(self, num_programs: int = 2, *, multicast: bool = False, sm_budget: int | None = None):
         interpreter.require_interpreter()
-        self._num_programs, self._multicast = num_programs, NOWHERE if multicast else 0
+        self._num_programs, self._multicast = num_programs, EMULATED_BASE if multicast else 0
         self.copy_engine_bytes = _COPY_ENGINE_BYTES if sm_budget == 0 else 0
         self.kind = "cpu" + " with multicast" * multicast + " with sm_budget=0" * (sm_budget == 0)
 
