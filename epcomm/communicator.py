@@ -110,8 +110,8 @@ class Communicator:
 
         `op`: sum, avg, min, max, prod; band, bor, bxor for integers and bool. 16-bit floats are summed in float32 and
         rounded once; avg of integers truncates toward zero. `algorithm`: "one_shot" (up to 32 KiB), "two_shot", or
-        "multimem", where NVLink's switch sums and averages floats of 16 and 32 bits. "auto" may take each: multimem for
-        sums at 6 ranks or more; "two_shot" then has the same bits from run to run.
+        "multimem", where NVLink's switch sums and averages floats of 16 and 32 bits, in an order of its own: "auto"
+        never takes it.
         """
         return self._collectives.allreduce(x, op, out, algorithm, async_op, timeout)
 

@@ -33,6 +33,7 @@ class Operation:
     handle: Any = field(init=False)
 
     def __post_init__(self) -> None:
+        self.args.target.prepare(self.code)
         self.kernel, self.handle = self.code.address, self.args.memory.handle
         self.args.words[IS_SINGLE] = self.code.is_single
 
@@ -40,9 +41,10 @@ class Operation:
 class ParameterBlock:
     """Zeroed 64-bit words: first those that a launch sets for each call, then the kernel's own, which the host sets."""
 
-    __slots__ = ("memory", "words")
+    __slots__ = ("memory", "target", "words")
 
     def __init__(self, target: Target, num_words: int):
+        self.target = target
         self.memory = target.private(8 * max(num_words, IS_SINGLE + 1))
         self.words = self.memory.array.view(np.int64)
 

@@ -40,7 +40,7 @@ _SPINS_WITH_OWN_CORE, _SPINS_SHARING_CORES = 100, 20  # measured: best barrier t
 class Runtime:
     """One rank of one communicator. See DESIGN sections 5 and 6 for the contract."""
 
-    def __init__(self, target: Target, hub: Hub, control_bytes: int, num_threads: int, timeout: float):
+    def __init__(self, target: Target, hub: Hub, control_bytes: int, num_programs: int, timeout: float):
         self.target = target
         self.hub, self.rank, self.size, self.timeout = hub, hub.rank, hub.size, timeout
         self.generation = 1
@@ -53,16 +53,16 @@ class Runtime:
         self.control = self._guarded(
             lambda: SymmetricSegment(self.rank, control_bytes, (), self._allgather), control_bytes
         )
-        target.start(num_threads, self.control.mappings, control.control_region_bytes(self.size))
+        target.start(num_programs, self.control.mappings, control.control_region_bytes(self.size))
         self.collectives = self.control if target.shares_control else self.segment(control_bytes)
         self._own = self.control.own.array(0, control_bytes)
         self._abort = AbortRegion(self.rank, self.control)
         self.texts = OperationTexts(self._own)
         self.context = self.new_context(sequenced=True)
-        if num_threads > 1 and target.runs_on_threads:
-            self._pool = Pool(num_threads - 1)
+        if num_programs > 1 and target.runs_on_threads:
+            self._pool = Pool(num_programs - 1)
             self.context.words[control.POOL] = self._pool.address
-        self.num_threads = num_threads
+        self.num_programs = num_programs
         self._watch_peers()
         _live.add(self)
 

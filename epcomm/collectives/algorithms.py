@@ -10,11 +10,6 @@ from epcomm.kernels.protocol.collectives import ONE_SHOT_BYTES
 
 ALGORITHMS = ("auto", "one_shot", "two_shot", "multimem")
 
-#: Ranks from which `auto` leaves sums of more than ONE_SHOT_BYTES to NVLink's switch. Not measured here: vLLM
-#: (device_communicators/symm_mem.py) and TensorRT-LLM take multimem over two shots at 4, 6 and 8 ranks on sm_90 and at
-#: 6 and 8 on sm_100, whatever the size.
-MULTIMEM_RANKS = 6
-
 
 def check_algorithm(
     where: str, algorithm: str, num_bytes: int, dtype: torch.dtype, op: str, has_multicast: bool
@@ -36,16 +31,13 @@ def check_algorithm(
             )
 
 
-def chosen_algorithm(
-    algorithm: str, num_bytes: int, dtype: torch.dtype, op: str, size: int, has_multicast: bool
-) -> str:
-    """What `auto` means, the same on all of `size` ranks; anything else means itself."""
+def chosen_algorithm(algorithm: str, num_bytes: int) -> str:
+    """What `auto` means, the same on all ranks; anything else means itself.
+
+    Never multimem, whose additions are in the switch's order: what `auto` gives has the same bits from run to run.
+    """
     if num_bytes == 0:
         return "one_shot"  # no chunk, no wait: in the others ranks would not even meet
     if algorithm != "auto":
         return algorithm
-    if num_bytes <= ONE_SHOT_BYTES:
-        return "one_shot"
-    # not averages: those of 16-bit floats are rounded twice
-    suits_switch = has_multicast and size >= MULTIMEM_RANKS and dtype in SWITCH_DTYPES and op == "sum"
-    return "multimem" if suits_switch else "two_shot"
+    return "one_shot" if num_bytes <= ONE_SHOT_BYTES else "two_shot"

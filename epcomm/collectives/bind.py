@@ -86,8 +86,7 @@ class Binder:
         """Allreduce, or with `root` >= 0 a reduce to that rank."""
         args = self._block()
         args.words[protocol.ROOT] = root
-        can_multicast = self.has_multicast and root < 0
-        chosen = chosen_algorithm(algorithm, num_bytes, dtype, op, self.runtime.size, can_multicast)
+        chosen = chosen_algorithm(algorithm, num_bytes)
         return self._operation(self.runtime.target.reduce(args.words, chosen, dtype, op), args, text)
 
     def exchange(

@@ -58,6 +58,9 @@ class Target(Protocol):
     def private(self, num_bytes: int) -> PrivateMemory:
         """Zeroed private memory for blocks of words."""
 
+    def prepare(self, kernel: Any) -> None:
+        """Compiles and loads what launches of a kernel need, before anyone waits for this rank."""
+
     def launch(self, ctx: Any, kernel: Any, args: Any, fingerprint: int, a: int, b: int, c: int, d: int, e: int,
                f: int) -> int:  # fmt: skip
         """Runs a kernel as the next operation of the context; the numbers are its call words. Returns a status.
@@ -94,7 +97,9 @@ class Target(Protocol):
         quantised. None: rows are quantised before they are dispatched, as two tensors.
         """
 
-    def combine(self, records: np.ndarray, dtypes: Sequence[tuple[torch.dtype, torch.dtype]]) -> Kernel:
+    def combine(
+        self, records: np.ndarray, dtypes: Sequence[tuple[torch.dtype, torch.dtype]], size: int
+    ) -> Kernel:
         """`records` describe the tensors (see the protocol), whose dtypes are (expert outputs, results)."""
 
 

@@ -118,7 +118,7 @@ class Binder:
         )
         records, tensors = self._table(y, 0)
         dtypes = tuple((tensor.dtype, out.dtype) for tensor, out in zip(y, outs))
-        kernel = self._target.combine(records, dtypes)
+        kernel = self._target.combine(records, dtypes, self._runtime.size)
         for record, out in zip(records, outs, strict=True):
             # torch's strides may be anything where the extent is 1: that of contiguous slots is not taken from it
             stride = out.stride(0) if reduce else out.shape[-1]

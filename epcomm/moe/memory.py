@@ -48,7 +48,7 @@ class Memory:
         self._marks = self._target.private(4 * (2 * config.num_experts + size))
         most_sources = max(config.topk, size) + 1
         scratch_words = 2 * (1 + 5 * most_sources)  # two records of combine
-        self._scratch = self._target.private(8 * runtime.num_threads * scratch_words)
+        self._scratch = self._target.private(8 * runtime.num_programs * scratch_words)
         self._state = self._target.private(8 * protocol.STATE_WORDS)
         self.state_address = self._state.address
         state = self._state.array.view(np.int64)

@@ -214,8 +214,8 @@ def _first_mismatch(ctx, fingerprint, size, RANKS: tl.constexpr):
 
 
 @device
-def meet_everyone(ctx, fingerprint, address, value, site, RANKS: tl.constexpr):
-    """`meet` all ranks: each raises a word of its own, a line after the one before."""
+def wait_for_everyone(ctx, fingerprint, address, value, site, RANKS: tl.constexpr):
+    """`wait` for all ranks: each raises a word of its own, a line after the one before."""
     size = word(ctx, control.SIZE)
     is_rank = tl.arange(0, RANKS) < size
     status = tl.cast(control.OK, tl.int64)
@@ -243,9 +243,16 @@ def meet_everyone(ctx, fingerprint, address, value, site, RANKS: tl.constexpr):
                     status = stopped(ctx, control.MISMATCH, other, site, value, called)
                 elif is_too_late:
                     status = stopped(ctx, control.TIMEOUT, late, site, value, _at(found, late, RANKS))
+    tl.debug_barrier()  # what the lanes' threads acquired, all threads see
+    return status
+
+
+@device
+def meet_everyone(ctx, fingerprint, address, value, site, RANKS: tl.constexpr):
+    """`meet` all ranks: `wait_for_everyone`, and fail if one of them is in another operation."""
+    status = wait_for_everyone(ctx, fingerprint, address, value, site, RANKS)
     if status == control.OK:
-        other, called = _first_mismatch(ctx, fingerprint, size, RANKS)
+        other, called = _first_mismatch(ctx, fingerprint, word(ctx, control.SIZE), RANKS)
         if other < RANKS:
             status = stopped(ctx, control.MISMATCH, other, site, value, called)
-    tl.debug_barrier()  # what the lanes' threads acquired, all threads see
     return status

@@ -57,6 +57,9 @@ class CpuTarget:
     def start(self, num_programs: int, control_regions: Sequence[Mapping], num_bytes: int) -> None:
         pass  # the pool is the runtime's
 
+    def prepare(self, kernel: Kernel) -> None:
+        kernel.address  # noqa: B018  # compiled when first asked for
+
     def bind(self, ctx: int, kernel: int, args: int, fingerprint: int, values: Sequence[int]) -> Callable[[], int]:
         return _BoundCall((ctx, kernel, args, fingerprint, *values))
 
@@ -92,7 +95,9 @@ class CpuTarget:
     def quantized_dispatch(self, num_experts: int, size: int, dtype: torch.dtype, scales: str) -> None:
         return None
 
-    def combine(self, records: np.ndarray, dtypes: Sequence[tuple[torch.dtype, torch.dtype]]) -> Kernel:
+    def combine(
+        self, records: np.ndarray, dtypes: Sequence[tuple[torch.dtype, torch.dtype]], size: int
+    ) -> Kernel:
         for record, (rows, result) in zip(records, dtypes, strict=True):
             record[expert_parallel.T_ROW_SUM] = row_sum(rows, result).address
         return combine

@@ -70,7 +70,7 @@ def _arms(
     for rows in quantized:
         yield kernels.quantized_dispatch(256, 8, *rows)
     for dtypes in combines:
-        yield kernels.combine(_NOTHING, dtypes)
+        yield kernels.combine(_NOTHING, dtypes, 8)
     yield kernels.exchange(_NOTHING, None)
     for reduction in reductions:
         yield kernels.reduce(_NOTHING, "one_shot", *reduction)

@@ -19,8 +19,8 @@ from epcomm.device import control
 from epcomm.device.gpu.compile import kernel
 from epcomm.device.gpu.machine import device
 from epcomm.device.gpu.memory import copy, load32, set_word, word
-from epcomm.device.gpu.waiting import enter, leave, meet, signal, wait
-from epcomm.kernels.gpu.counts import base_of, signal_word
+from epcomm.device.gpu.waiting import enter, leave, meet_everyone, wait_for_everyone
+from epcomm.kernels.gpu.counts import base_of, raise_everywhere, signal_word
 from epcomm.kernels.gpu.phases import arrive
 from epcomm.kernels.gpu.row_sum import sum_token, write_slots
 from epcomm.kernels.gpu.rows import num_places
@@ -29,19 +29,13 @@ from epcomm.kernels.protocol import sites
 
 
 @device
-def _await_readers(ctx, fingerprint, state, last):
+def _await_readers(ctx, fingerprint, state, last, RANKS: tl.constexpr):
     """Waits until every peer has read combine `last`, the latest: the host's count doesn't know of graph replays."""
-    me, size = word(ctx, control.RANK), word(ctx, control.SIZE)
     read = last
     if last == word(ctx, control.GENERATION) << control.GENERATION_SHIFT:
         read = tl.cast(0, tl.int64)  # there was no combine in this generation
-    status = tl.cast(control.OK, tl.int64)
-    for distance in range(size):
-        rank = (me + distance) % size
-        if status == control.OK:
-            done = signal_word(ctx, state, protocol.DONE, me, rank)
-            status = wait(ctx, fingerprint, done, read, rank, sites.COMBINE_READ)  # WAR
-    return status
+    done = signal_word(ctx, state, protocol.DONE, word(ctx, control.RANK), 0)
+    return wait_for_everyone(ctx, fingerprint, done, read, sites.COMBINE_READ, RANKS)  # WAR
 
 
 @device
@@ -113,36 +107,27 @@ def _sum_rows(ctx, args, state, routing, weights, tensors, epoch, share, shares,
 
 @kernel("combine", programs=lambda shares: 2 * shares)
 def combine(ctx, args, fingerprint, routing, tensors, weights, output, stage_after, c5,
-            IN: tl.constexpr, OUT: tl.constexpr):  # fmt: skip
+            IN: tl.constexpr, OUT: tl.constexpr, RANKS: tl.constexpr):  # fmt: skip
     """IN and OUT: dtypes of the expert outputs and of the results, one of each per tensor."""
     program, status = enter(ctx, fingerprint)
     state, shares = word(args, protocol.STATE), tl.num_programs(0) // 2
-    me, size = word(ctx, control.RANK), word(ctx, control.SIZE)
     epoch = word(state, protocol.COMBINE_EPOCH) + 1
     kind = protocol.READY + (epoch & 1)
     if program < shares:
         if stage_after >= 0:
             if status == control.OK:
-                status = _await_readers(ctx, fingerprint, state, epoch - 1)
+                status = _await_readers(ctx, fingerprint, state, epoch - 1, RANKS)
             if status == control.OK:
                 _stage(ctx, args, state, routing, tensors, output, program, shares)
         if status == control.OK:
             if arrive(state, shares):
-                for distance in range(size):
-                    rank = (me + distance) % size
-                    ready = signal_word(ctx, state, kind, rank, me)
-                    signal(ready, (epoch << protocol.PAYLOAD_BITS) | output)
+                raise_everywhere(ctx, state, kind, (epoch << protocol.PAYLOAD_BITS) | output, RANKS)
     else:
-        for distance in range(size):
-            rank = (me + distance) % size
-            if status == control.OK:
-                ready, value = signal_word(ctx, state, kind, me, rank), epoch << protocol.PAYLOAD_BITS
-                status = meet(ctx, fingerprint, ready, value, rank, sites.COMBINE_READY)  # RAW
+        ready, value = signal_word(ctx, state, kind, word(ctx, control.RANK), 0), epoch << protocol.PAYLOAD_BITS
+        status = meet_everyone(ctx, fingerprint, ready, value, sites.COMBINE_READY, RANKS)  # RAW
         if status == control.OK:
             _sum_rows(ctx, args, state, routing, weights, tensors, epoch, program - shares, shares, IN, OUT)
             if arrive(state, shares):
-                for distance in range(size):
-                    rank = (me + distance) % size
-                    signal(signal_word(ctx, state, protocol.DONE, rank, me), epoch)
+                raise_everywhere(ctx, state, protocol.DONE, epoch, RANKS)
     if leave(ctx, status):
         set_word(state, protocol.COMBINE_EPOCH, epoch)  # the last to leave: all have read the old one

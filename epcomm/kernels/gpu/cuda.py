@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,8 +20,8 @@ import torch
 import triton
 
 from epcomm.device import control
-from epcomm.device.cpu.launch import load_claim, load_leave
-from epcomm.device.gpu.compile import Kernel
+from epcomm.device.cpu.launch import CALL_WORDS, load_claim, load_leave
+from epcomm.device.gpu.compile import LEADING, Kernel
 from epcomm.device.gpu.failure import FailureWords
 from epcomm.device.gpu.machine import INTERPRETED
 from epcomm.errors import ConfigError, UnsupportedError
@@ -31,6 +32,7 @@ from epcomm.heap.layout import PAGE, align_up
 from epcomm.heap.private import MirroredMemory
 from epcomm.kernels.gpu.target import GpuKernels
 
+_loading = threading.Lock()
 _LEAST_TRITON, _LEAST_CAPABILITY = (3, 6), (8, 0)
 _NVLINK_BYTES_PER_SECOND = 450e9  # per direction of a Hopper GPU, NVIDIA's data sheet
 #: staging without kernels: its copies take 75 us at NVLink's speed, beside two barriers of some us each
@@ -109,6 +111,16 @@ class CudaTarget(GpuKernels):
 
     def owned_memory(self, num_bytes: int) -> LentMemory:
         return LentMemory(torch.empty(num_bytes, dtype=torch.uint8, device=self.device), None)
+
+    def prepare(self, kernel: Kernel) -> None:
+        """Ranks that are threads share what is loaded: only one loads, and no one while a peer's kernel waits for it.
+
+        (Loading may wait for the kernels that run, and with it the rank that one of them waits for.)
+        """
+        with _loading, torch.cuda.device(self.device):
+            numbers = [0] * (len(LEADING) + CALL_WORDS)
+            compiled = kernel.function.run(*numbers, grid=(1,), warmup=True, **kernel.options, **kernel.constants)
+            compiled._init_handles()
 
     def launch(self, ctx: MirroredMemory, kernel: Kernel, args: MirroredMemory, fingerprint: int, a: int = 0,
                b: int = 0, c: int = 0, d: int = 0, e: int = 0, f: int = 0) -> int:  # fmt: skip

@@ -35,8 +35,8 @@ from epcomm.device.gpu.memory import (
     word,
     zero_bytes,
 )
-from epcomm.device.gpu.waiting import enter, leave, meet, signal, wait
-from epcomm.kernels.gpu.counts import base_of, place_rows, push_counts, signal_word
+from epcomm.device.gpu.waiting import enter, leave, meet_everyone, wait_for_everyone
+from epcomm.kernels.gpu.counts import base_of, place_rows, push_counts, raise_everywhere, signal_word
 from epcomm.kernels.gpu.phases import announce, arrive, follow
 from epcomm.kernels.gpu.quantized_rows import NARROW_TILE_BLOCKS, TILE_BLOCKS, send_quantized_row
 from epcomm.kernels.gpu.rows import granted_block, num_places, place, slot_weight
@@ -49,17 +49,12 @@ def _meet_peers(ctx, fingerprint, state, routing, block, latency, epoch, EXPERTS
     """Phase 1. In latency mode the counts ride along."""
     me, size = word(ctx, control.RANK), word(ctx, control.SIZE)
     kind = protocol.GRANT + (epoch & 1)
-    for distance in range(size):
-        rank = (me + distance) % size
-        if latency:
-            push_counts(ctx, state, routing, rank, epoch)
-        signal(signal_word(ctx, state, kind, rank, me), (epoch << protocol.PAYLOAD_BITS) | block)
-    status = tl.cast(control.OK, tl.int64)
-    for distance in range(size):
-        rank = (me + distance) % size
-        if status == control.OK:
-            granted, value = signal_word(ctx, state, kind, me, rank), epoch << protocol.PAYLOAD_BITS
-            status = meet(ctx, fingerprint, granted, value, rank, sites.DISPATCH_GRANT)  # WAR; RAW of counts
+    if latency:
+        for distance in range(size):
+            push_counts(ctx, state, routing, (me + distance) % size, epoch)
+    value, granted = epoch << protocol.PAYLOAD_BITS, signal_word(ctx, state, kind, me, 0)
+    raise_everywhere(ctx, state, kind, value | block, RANKS)
+    status = meet_everyone(ctx, fingerprint, granted, value, sites.DISPATCH_GRANT, RANKS)  # WAR; RAW of counts
     if latency:
         if status == control.OK:
             status = place_rows(ctx, state, routing, epoch, EXPERTS, RANKS)
@@ -185,20 +180,15 @@ def _send(ctx, args, state, routing, tensors, weights, block, epoch, share, shar
 
 
 @device
-def _finish(ctx, fingerprint, state, epoch):
+def _finish(ctx, fingerprint, state, epoch, RANKS: tl.constexpr):
     """Phase 3."""
-    me, size, combined = word(ctx, control.RANK), word(ctx, control.SIZE), word(state, protocol.COMBINE_EPOCH)
+    me, combined = word(ctx, control.RANK), word(state, protocol.COMBINE_EPOCH)
     if combined == word(ctx, control.GENERATION) << control.GENERATION_SHIFT:
         combined = tl.cast(0, tl.int64)  # there was no combine in this generation
-    status = tl.cast(control.OK, tl.int64)
-    for distance in range(size):
-        rank = (me + distance) % size
-        if status == control.OK:
-            delivered = signal_word(ctx, state, protocol.ROWS, me, rank)
-            status = wait(ctx, fingerprint, delivered, epoch, rank, sites.DISPATCH_ROWS)  # RAW
-        if status == control.OK:
-            done = signal_word(ctx, state, protocol.DONE, me, rank)
-            status = wait(ctx, fingerprint, done, combined, rank, sites.DISPATCH_READ)  # WAR
+    delivered, done = signal_word(ctx, state, protocol.ROWS, me, 0), signal_word(ctx, state, protocol.DONE, me, 0)
+    status = wait_for_everyone(ctx, fingerprint, delivered, epoch, sites.DISPATCH_ROWS, RANKS)  # RAW
+    if status == control.OK:
+        status = wait_for_everyone(ctx, fingerprint, done, combined, sites.DISPATCH_READ, RANKS)  # WAR
     return status
 
 
@@ -208,8 +198,7 @@ def dispatch(ctx, args, fingerprint, routing, tensors, weights, block, c4, c5,
     """Ends with CAPACITY on all ranks, before any row is sent, if some rank's rows are too many."""
     program, status = enter(ctx, fingerprint)
     state, shares = word(args, protocol.STATE), tl.num_programs(0) - 2
-    me, size = word(ctx, control.RANK), word(ctx, control.SIZE)
-    epoch = word(state, protocol.DISPATCH_EPOCH) + 1
+    me, epoch = word(ctx, control.RANK), word(state, protocol.DISPATCH_EPOCH) + 1
     if program == 0:
         if status == control.OK:
             latency = word(args, protocol.LATENCY) != 0
@@ -221,10 +210,8 @@ def dispatch(ctx, args, fingerprint, routing, tensors, weights, block, c4, c5,
             if program <= shares:
                 _send(ctx, args, state, routing, tensors, weights, block, epoch, program - 1, shares, X, SCALES)
                 if arrive(state, shares):
-                    for distance in range(size):
-                        rank = (me + distance) % size
-                        signal(signal_word(ctx, state, protocol.ROWS, rank, me), epoch)
+                    raise_everywhere(ctx, state, protocol.ROWS, epoch, RANKS)
             else:
-                status = _finish(ctx, fingerprint, state, epoch)
+                status = _finish(ctx, fingerprint, state, epoch, RANKS)
     if leave(ctx, status):
         set_word(state, protocol.DISPATCH_EPOCH, epoch)  # the last to leave: all have read the old one

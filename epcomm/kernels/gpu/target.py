@@ -63,11 +63,14 @@ class GpuKernels:
     def quantized_dispatch(self, num_experts: int, size: int, dtype: torch.dtype, scales: str) -> Kernel:
         return dispatch.made_for(**_extents(num_experts, size), X=triton_dtype(dtype), SCALES=scales)
 
-    def combine(self, records: np.ndarray, dtypes: Sequence[tuple[torch.dtype, torch.dtype]]) -> Kernel:
+    def combine(
+        self, records: np.ndarray, dtypes: Sequence[tuple[torch.dtype, torch.dtype]], size: int
+    ) -> Kernel:
         for pair in dtypes:
             check_row_sum(*pair)
         rows, results = zip(*dtypes)
-        return combine.made_for(IN=tuple(map(triton_dtype, rows)), OUT=tuple(map(triton_dtype, results)))
+        dtypes_of = {"IN": tuple(map(triton_dtype, rows)), "OUT": tuple(map(triton_dtype, results))}
+        return combine.made_for(**dtypes_of, RANKS=triton.next_power_of_2(size))
 
 
 class InterpretedTarget(GpuKernels):
@@ -98,6 +101,9 @@ class InterpretedTarget(GpuKernels):
 
     def private(self, num_bytes: int) -> MirroredMemory:
         return MirroredMemory(num_bytes, torch.device("cpu"))
+
+    def prepare(self, kernel: Kernel) -> None:
+        pass  # it is interpreted
 
     def launch(self, ctx: MirroredMemory, kernel: Kernel, args: MirroredMemory, fingerprint: int, a: int = 0,
                b: int = 0, c: int = 0, d: int = 0, e: int = 0, f: int = 0) -> int:  # fmt: skip
