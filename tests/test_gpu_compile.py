@@ -160,7 +160,7 @@ DEFECTS = [
     (reads_a_stale_line, ["1 loads take the non-coherent path"]),
     (reads_generically, ["1 accesses have no state space"]),
     (row_in_32_bits, ["1 products in 32 bits"]),
-    (replace(FEW["combine IN=bf16 OUT=bf16"], max_registers=48), ["uses local memory"]),
+    (replace(FEW["combine IN=bf16 OUT=bf16 RANKS=8"], max_registers=48), ["uses local memory"]),
 ]
 
 
