@@ -35,6 +35,7 @@ from benchmarks.gpu_steps import (
     check_collectives,
     check_expert_parallel,
     check_graph_replays,
+    check_quantized,
     copy_bandwidth,
     permutation_us,
     time_steps,
@@ -94,6 +95,7 @@ def measure(report: Report) -> None:
                     size, "threads", check_expert_parallel, *arguments
                 )[0],
             )
+    report.part("float8 dispatch, 2 ranks", lambda: on_gpu_ranks(2, "threads", check_quantized, 512)[0])
     report.part("1000 graph replays, 2 ranks", lambda: on_gpu_ranks(2, "threads", check_graph_replays, 1000)[0])
     bandwidth = report.part("HBM copy bandwidth, GB/s read and written", copy_bandwidth)
     for size in _WORLDS:

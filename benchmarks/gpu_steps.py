@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+import epcomm
+
 _HIDDEN, _TOPK, _EXPERTS = 7168, 8, 256
 _STEPS_PER_GRAPH, _REPLAYS = 10, 20
 
@@ -114,6 +116,21 @@ def _check_rows(comm: Any, ep: Any, received: Any, layout: str, number: int, tok
     for local, count in enumerate(received.expert_counts_list):
         wanted = everyone[ranks[local, :count], source[local, :count]]
         _require(f"rows of expert {local}", received.x[local, :count], wanted)
+
+
+def check_quantized(comm: Any, tokens: int) -> dict[str, int]:
+    """Float8 rows and scales of a flat dispatch are, bit by bit, what torch makes of the source tokens."""
+    ep = _handle(comm, "throughput", "flat", tokens)
+    for number in range(3):
+        options = epcomm.Float8(round_scales_to_power_of_two=number > 0, packed_ue8m0=number > 1)
+        x = _tokens(comm.rank, number, tokens).to(comm.device)
+        received = ep.dispatch(x, ep.route(_routing(comm.rank, number, tokens)[0].to(comm.device)), quantize=options)
+        everyone = torch.cat([_tokens(rank, number, tokens) for rank in range(comm.size)])
+        source = received.source_rank.cpu().long() * tokens + received.source_token.cpu().long()
+        for name, got, wanted in zip(("rows", "scales"), received.x, options.quantized(everyone), strict=True):
+            _require(f"float8 {name}", got.cpu().view(torch.uint8), wanted[source].view(torch.uint8))
+    ep.close()
+    return {"tokens_checked": 3 * tokens}
 
 
 def _captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:

@@ -10,6 +10,7 @@ import itertools
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from ep_cases import (
@@ -151,7 +152,7 @@ def run_streamed(comm: epcomm.Communicator, cases: list[Case]) -> None:
     """Traffic that goes past the caches, as large traffic does, in small so that every row size is tried."""
     for case in cases:
         ep = case.handle(comm)
-        ep._memory.state[protocol.STREAMING_BYTES] = -1
+        ep._memory._state.array.view(np.int64)[protocol.STREAMING_BYTES] = -1
         for number in range(3):
             round_trip(ep, Step(case, comm.size, number))
         ep.close()

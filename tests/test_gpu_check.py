@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
         ("check_collectives", ()),
         ("check_expert_parallel", ("latency", "padded", 9)),
         ("check_expert_parallel", ("throughput", "flat", 33)),
+        ("check_quantized", (17,)),
     ],
 )
 def test_steps(name: str, arguments: tuple[object, ...]) -> None:
