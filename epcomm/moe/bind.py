@@ -26,6 +26,7 @@ class Bound(NamedTuple):
 
     operation: Operation
     table: memoryview  # of 64-bit words
+    addresses: range  # where in it each tensor's address is
     memory: PrivateMemory  # of the table
     tensors: Tensors
     outputs: Tensors  # what `Received.output_buffer` gives for rows like these
@@ -76,7 +77,8 @@ class Binder:
         memory = self._target.private(records.nbytes)
         table = memory.array.view(np.int64)
         table[:] = records.reshape(-1)
-        return Bound(operation, table.data, memory, tensors, tensors)
+        addresses = range(protocol.T_ADDRESS, table.size, protocol.TENSOR_WORDS)
+        return Bound(operation, table.data, addresses, memory, tensors, tensors)
 
     def dispatch(self, x: Sequence[torch.Tensor], topk: int, index_dtype: torch.dtype, has_weights: bool) -> Bound:
         """The dispatch of tensors like these."""

@@ -32,7 +32,7 @@ class BlockPool:
         self.address, self.block_bytes = mapping.address + offset, block_bytes
         self.free = list(range(num_lent))  # a heap: the lowest block is the most likely to be in cache
         self._size = block_bytes * num_blocks
-        self._parts = [mapping.part(offset + i * block_bytes, block_bytes) for i in range(num_blocks)]
+        self._lend = [mapping.part(offset + i * block_bytes, block_bytes).lend for i in range(num_blocks)]
 
     def take(self) -> Lease:
         """The free block with the lowest number; there must be one."""
@@ -40,11 +40,11 @@ class BlockPool:
 
     def buffer(self, lease: Lease) -> Any:
         """The block's bytes, as an object that keeps the lease and gives tensors on them (``tensor``)."""
-        return self._parts[lease.index].lend(lease)
+        return self._lend[lease.index](lease)
 
     def free_arrays(self) -> None:
         """Lets go of the memory. Buffers that were made keep their part of it."""
-        self._parts.clear()
+        self._lend.clear()
 
     def locate(self, address: int) -> tuple[int, int] | None:
         """Block number and offset of an address in this pool, or None."""

@@ -23,6 +23,8 @@ from epcomm.operation import Operation
 from epcomm.runtime import Runtime
 from epcomm.work import Fifo
 
+_OUT = protocol.T_OUT - protocol.T_ADDRESS  # from a tensor's address to its result's
+
 
 class ExpertParallel:
     """Dispatch and combine for one shape of MoE layer. Made by `Communicator.expert_parallel`; all ranks call alike.
@@ -76,7 +78,7 @@ class ExpertParallel:
         if self._calls.is_closed:
             return
         if self._runtime.failure is None and not self._runtime.closed:
-            self._run(self._closing)
+            self._run_in_turn(self._closing)
         self._calls.is_closed = True
         self._memory.free()
 
@@ -110,7 +112,8 @@ class ExpertParallel:
             workspace.memory.refresh()
             raise self._runtime.reject(self._bad_index(topk_idx, header[protocol.BAD_SLOT]))
         if not self._is_latency:
-            if self._run(self._binder.exchange_counts, workspace.address):
+            run = self._run_in_turn if self._fifo.pending else self._runtime.run
+            if run(self._binder.exchange_counts, workspace.address):
                 raise self._too_many_rows("route", routing)
             routing.place()
         return routing
@@ -147,17 +150,17 @@ class ExpertParallel:
         else:
             tensors, bound = self._calls.quantized_dispatch(x, quantize, routing, weights is not None)
             is_tuple = True
-        for i, tensor in enumerate(tensors):
-            bound.table[i * protocol.TENSOR_WORDS + protocol.T_ADDRESS] = tensor.data_ptr()
+        for at, tensor in zip(bound.addresses, tensors):
+            bound.table[at] = tensor.data_ptr()
         bound.memory.publish()
         if out is not None and (routing.is_placed or self.layout_code == protocol.PADDED):
             self._calls.checked(self._calls.results_of_dispatch, out, bound.tensors, routing)  # before anything is sent
         pool = self._memory.receive
         lease = pool.take()  # the last one is never lent for longer than a call
         weights_address = 0 if weights is None else weights.data_ptr()
-        values = routing.workspace.address, bound.memory.address, weights_address, lease.index
+        run = self._run_in_turn if self._fifo.pending else self._runtime.run
         try:
-            if self._run(bound.operation, *values):
+            if run(bound.operation, routing.workspace.address, bound.memory.address, weights_address, lease.index):
                 raise self._too_many_rows("dispatch", routing)
         except BaseException:
             lease.release()  # whoever keeps the exception keeps this frame, and would keep the block
@@ -207,24 +210,22 @@ class ExpertParallel:
         rows, outs, bound = self._calls.combine(
             y if is_tuple else (y,), routing, weights is not None, bias, outs, reduce
         )
-        for i, (row, result) in enumerate(zip(rows, outs)):
-            bound.table[i * protocol.TENSOR_WORDS + protocol.T_ADDRESS] = row.data_ptr()
-            bound.table[i * protocol.TENSOR_WORDS + protocol.T_OUT] = result.data_ptr()
+        for at, row, result in zip(bound.addresses, rows, outs):
+            bound.table[at], bound.table[at + _OUT] = row.data_ptr(), result.data_ptr()
         bound.memory.publish()
         block, stage_after = self._output_of(rows, bound.tensors)
         weights_address = 0 if weights is None else weights.data_ptr()
-        values = routing.workspace.address, bound.memory.address, weights_address, block, stage_after
-        self._run(bound.operation, *values)
+        run = self._run_in_turn if self._fifo.pending else self._runtime.run
+        workspace = routing.workspace.address
+        run(bound.operation, workspace, bound.memory.address, weights_address, block, stage_after)
         self._combined += 1
         self._output_last_read[block] = self._combined
         return tuple(outs) if is_tuple else outs[0]
 
     # ---- details
 
-    def _run(self, operation: Operation, *values: int) -> int:
-        """Runs an operation in its turn, behind asynchronous ones."""
-        if not self._fifo.pending:
-            return self._runtime.run(operation, *values)
+    def _run_in_turn(self, operation: Operation, *values: int) -> int:
+        """Runs an operation behind the asynchronous ones that are pending."""
         status = [0]
 
         def run() -> None:
