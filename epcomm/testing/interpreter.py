@@ -18,7 +18,7 @@ def interpreted_kernels(num_programs: int = 2, **options: Any) -> Iterator[None]
     `InterpretedTarget`. Raises UnsupportedError if Triton was imported as a compiler before.
     """
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported
-    from epcomm.kernels.gpu.target import InterpretedTarget
+    from epcomm.kernels.gpu.interpreted import InterpretedTarget
     from epcomm.kernels.target import make_target
 
     token = make_target.set(lambda: InterpretedTarget(num_programs, **options))

@@ -8,21 +8,18 @@ themselves.
 
 from __future__ import annotations
 
-import functools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 
-from epcomm.device import control
-from epcomm.device.cpu.launch import CALL_WORDS, load_claim, load_leave
+from epcomm.device.cpu.launch import CALL_WORDS
 from epcomm.device.gpu.compile import LEADING, Kernel
-from epcomm.device.gpu.failure import FailureWords
+from epcomm.device.gpu.launch import launch
 from epcomm.device.gpu.machine import INTERPRETED
 from epcomm.errors import ConfigError, UnsupportedError
 from epcomm.heap.cpu import Allgather, Mapping
@@ -122,30 +119,14 @@ class CudaTarget(GpuKernels):
             compiled = kernel.function.run(*numbers, grid=(1,), warmup=True, **kernel.options, **kernel.constants)
             compiled._init_handles()
 
-    def launch(self, ctx: MirroredMemory, kernel: Kernel, args: MirroredMemory, fingerprint: int, a: int = 0,
-               b: int = 0, c: int = 0, d: int = 0, e: int = 0, f: int = 0) -> int:  # fmt: skip
-        block = ctx.array.view(np.int64)
-        if block[control.IS_CLOSED]:
-            return control.CLOSED
-        if not load_claim()(block.ctypes.data):
-            return control.OCCUPIED
-        try:
-            failure = FailureWords(block)
-            if status := failure.before_launch():
-                return status
-            if fingerprint:
-                block[control.SEQUENCE] += 1  # as the kernel does
+    def launch(self, ctx: MirroredMemory, kernel: Kernel, args: MirroredMemory, fingerprint: int, *words: int) -> int:
+        numbers = (ctx.address, args.address, fingerprint, *map(int, words), *[0] * (CALL_WORDS - len(words)))
+
+        def run() -> None:
             with torch.cuda.device(self.device):
-                args.publish()
                 grid = (kernel.programs(self._num_programs),)
-                words = (ctx.address, args.address, fingerprint, a, b, c, int(d), e, f)
-                kernel.function[grid](*words, **kernel.options, **kernel.constants)
+                kernel.function[grid](*numbers, **kernel.options, **kernel.constants)
                 if kernel.reports and not torch.cuda.is_current_stream_capturing():
                     torch.cuda.current_stream().synchronize()
-            return failure.take()
-        finally:
-            load_leave()(block.ctypes.data)
 
-    def bind(self, ctx: MirroredMemory, kernel: Kernel, args: MirroredMemory, fingerprint: int,
-             values: Sequence[int]) -> Callable[[], int]:  # fmt: skip
-        return functools.partial(self.launch, ctx, kernel, args, fingerprint, *values)
+        return launch(ctx, args, fingerprint, run)

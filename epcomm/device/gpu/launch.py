@@ -1,18 +1,46 @@
-"""What the programs of a launch leave for the host when they stop: words in the rank's own control region."""
+"""The host's side of a launch, whoever runs the kernel: who may launch, and what stopped the programs."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 import numpy as np
 
 from epcomm.device import control
+from epcomm.device.cpu.launch import load_claim, load_leave
+from epcomm.heap.private import MirroredMemory
 
 _CONTEXT_WORDS = control.FAILED_PEER, control.FAILED_SITE, control.FAILED_WANTED, control.FAILED_FOUND
 
 
-class FailureWords:
-    """The failure words of the rank whose context block (the host's view of it) this is."""
+def launch(ctx: MirroredMemory, args: MirroredMemory, fingerprint: int, run: Callable[[], object]) -> int:
+    """Runs `run`, which launches a kernel, as the next operation of the context; returns a status."""
+    block = ctx.array.view(np.int64)
+    if block[control.IS_CLOSED]:
+        return control.CLOSED
+    if not load_claim()(block.ctypes.data):
+        return control.OCCUPIED
+    try:
+        failure = _FailureWords(block)
+        if status := failure.before_launch():
+            return status
+        args.publish()
+        if fingerprint:
+            block[control.SEQUENCE] += 1  # as the kernel does
+        run()
+        return failure.take()
+    except KeyboardInterrupt:
+        return control.INTERRUPTED
+    finally:
+        load_leave()(block.ctypes.data)
+
+
+class _FailureWords:
+    """What the programs of a launch leave for the host when they stop, in the control region of their rank.
+
+    `context` is the host's view of the rank's context block.
+    """
 
     def __init__(self, context: np.ndarray):
         size, rank = int(context[control.SIZE]), int(context[control.RANK])

@@ -1,0 +1,62 @@
+"""The interpreted target: Triton kernels on CPU memory, one program after the other. Logic without a GPU.
+
+The interpreter keeps its state in globals, so a process can be one interpreted rank, and one operation runs at a time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from epcomm.device.cpu.launch import CALL_WORDS
+from epcomm.device.gpu.compile import Kernel
+from epcomm.device.gpu.launch import launch
+from epcomm.device.gpu.machine import INTERPRETED
+from epcomm.device.gpu.multimem import EMULATED_BASE
+from epcomm.errors import UnsupportedError
+from epcomm.heap.cpu import Mapping, SymmetricSegment, owned_array
+from epcomm.heap.private import MirroredMemory
+from epcomm.kernels.gpu.target import GpuKernels
+
+_COPY_ENGINE_BYTES = 64 << 10  # so that little data is several pieces
+
+
+class InterpretedTarget(GpuKernels):
+    """Runs the kernels by Triton's interpreter, on CPU memory. Rows and channels are shared out among `num_programs`.
+
+    Its private memory is mirrored as a GPU's is, so that a word which was not published is missed here already.
+    With `multicast` it emulates NVLink's switch, with an `sm_budget` of 0 it copies without kernels; all ranks must.
+    """
+
+    name, transport, device = "interpreter", "shared_memory", torch.device("cpu")
+    runs_on_threads, shares_control = False, True
+    segment, owned_memory = SymmetricSegment, staticmethod(owned_array)
+
+    def __init__(self, num_programs: int = 2, *, multicast: bool = False, sm_budget: int | None = None):
+        if not INTERPRETED:
+            raise UnsupportedError("Triton was imported as a compiler: set TRITON_INTERPRET=1 before its first import")
+        self._num_programs, self._multicast = num_programs, EMULATED_BASE if multicast else 0
+        self.copy_engine_bytes = _COPY_ENGINE_BYTES if sm_budget == 0 else 0
+        self.kind = "cpu" + " with multicast" * multicast + " with sm_budget=0" * (sm_budget == 0)
+
+    def multicast(self, segment: SymmetricSegment) -> int:
+        return self._multicast
+
+    def default_num_programs(self, size: int) -> int:
+        return max(1, len(os.sched_getaffinity(0)) // size)  # as its Numba peers: they share out the same channels
+
+    def start(self, num_programs: int, control_regions: Sequence[Mapping], num_bytes: int) -> None:
+        pass
+
+    def private(self, num_bytes: int) -> MirroredMemory:
+        return MirroredMemory(num_bytes, torch.device("cpu"))
+
+    def prepare(self, kernel: Kernel) -> None:
+        pass  # it is interpreted
+
+    def launch(self, ctx: MirroredMemory, kernel: Kernel, args: MirroredMemory, fingerprint: int, *words: int) -> int:
+        numbers = (ctx.address, args.address, fingerprint, *map(int, words), *[0] * (CALL_WORDS - len(words)))
+        grid = (kernel.programs(self._num_programs),)
+        return launch(ctx, args, fingerprint, lambda: kernel.function[grid](*numbers, **kernel.constants))
