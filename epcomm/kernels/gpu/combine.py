@@ -105,7 +105,7 @@ def _sum_rows(ctx, args, state, routing, weights, tensors, epoch, share, shares,
                 )
 
 
-@kernel("combine", programs=lambda shares: 2 * shares)
+@kernel("combine", programs=lambda shares: 2 * shares, max_registers=168)
 def combine(ctx, args, fingerprint, routing, tensors, weights, output, stage_after, c5,
             IN: tl.constexpr, OUT: tl.constexpr, RANKS: tl.constexpr):  # fmt: skip
     """IN and OUT: dtypes of the expert outputs and of the results, one of each per tensor."""
