@@ -7,6 +7,7 @@
 | `decode_latency.py`, `prefill_throughput.py` | the two standard runs, scripts |
 | `decode_profile.py` | what a decode step costs before anything is communicated |
 | `shared_core_profile.py` | the parts of a dispatch when ranks share cores, bound evenly and free |
+| `gpu_check.py`, `gpu_steps.py` | what one GPU can say about the CUDA target; what each rank does in it |
 | `workload.py`, `models.py` | inputs of an expert-parallel case and its float64 oracle; shapes of real models |
 | `epcomm_ep.py`, `competitors/` | what is measured, one contestant per file |
 | `timing.py`, `gate.py` | interleaved and hot-loop timing between ranks |
