@@ -14,6 +14,7 @@ from typing import Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from epcomm.aot import main as aot_command
@@ -83,7 +84,7 @@ def info() -> None:
     table.add_row("memory", f"{memory:.1f} GiB")
     table.add_row("compiled kernels", str(cache_directory()))
     for name, state in _availability():
-        table.add_row(name, state)
+        table.add_row(name, escape(state))  # epcomm[gpu] is no markup
     console.print(table)
 
 

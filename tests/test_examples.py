@@ -38,6 +38,11 @@ def test_info():
     assert "epcomm" in run("-m", "epcomm.cli", "info")
 
 
+def test_info_without_triton():
+    code = "import sys; sys.modules['triton'] = None; from epcomm.cli import app; app(['info'])"
+    assert "pip install 'epcomm[gpu]'" in " ".join(run("-c", code).split())
+
+
 @pytest.mark.parametrize("ranks", ["1", "3"])
 def test_demo_without_comparison(ranks):
     printed = run("-m", "epcomm.cli", "demo", "--ranks", ranks, "--tokens", "33", "--no-compare")
