@@ -6,6 +6,7 @@
 | `ep_measurement.py`, `allreduce_measurement.py` | what each rank does in them |
 | `decode_latency.py`, `prefill_throughput.py` | the two standard runs, scripts |
 | `decode_profile.py` | what a decode step costs before anything is communicated |
+| `allreduce_profile.py` | what a small allreduce costs where ranks share cores |
 | `shared_core_profile.py` | the parts of a dispatch when ranks share cores, bound evenly and free |
 | `gpu_check.py`, `gpu_steps.py` | what one GPU can say about the CUDA target; what each rank does in it |
 | `workload.py`, `models.py` | inputs of an expert-parallel case and its float64 oracle; shapes of real models |
