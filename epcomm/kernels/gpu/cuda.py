@@ -27,7 +27,7 @@ from epcomm.heap.cuda import CudaSegment, LentMemory, register_host_memory, unre
 from epcomm.heap.cuda_symmetric import SymmetricCudaSegment, SymmetricGroup
 from epcomm.heap.layout import PAGE, align_up
 from epcomm.heap.private import MirroredMemory
-from epcomm.kernels.gpu.target import GpuKernels
+from epcomm.kernels.gpu.target import GpuTarget
 
 _loading = threading.Lock()
 _LEAST_TRITON, _LEAST_CAPABILITY = (3, 6), (8, 0)
@@ -65,7 +65,7 @@ def require_cuda(device: torch.device) -> torch.device:
     return torch.device("cuda", index)
 
 
-class CudaTarget(GpuKernels):
+class CudaTarget(GpuTarget):
     """See `kernels.target.Target`."""
 
     name, transport = "cuda", "peer_memory"

@@ -18,12 +18,12 @@ from epcomm.device.gpu.multimem import EMULATED_BASE
 from epcomm.errors import UnsupportedError
 from epcomm.heap.cpu import Mapping, SymmetricSegment, owned_array
 from epcomm.heap.private import MirroredMemory
-from epcomm.kernels.gpu.target import GpuKernels
+from epcomm.kernels.gpu.target import GpuTarget
 
 _COPY_ENGINE_BYTES = 64 << 10  # so that little data is several pieces
 
 
-class InterpretedTarget(GpuKernels):
+class InterpretedTarget(GpuTarget):
     """Runs the kernels by Triton's interpreter, on CPU memory. Rows and channels are shared out among `num_programs`.
 
     Its private memory is mirrored as a GPU's is, so that a word which was not published is missed here already.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -67,11 +68,16 @@ class GpuKernels:
         dtypes_of = {"IN": tuple(map(triton_dtype, rows)), "OUT": tuple(map(triton_dtype, results))}
         return combine.made_for(**dtypes_of, RANKS=triton.next_power_of_2(size))
 
+
+class GpuTarget(GpuKernels, ABC):
+    """What targets with these kernels have in common."""
+
+    @abstractmethod
+    def launch(self, ctx: Any, kernel: Kernel, args: Any, fingerprint: int, *words: int) -> int:
+        """See `kernels.target.Target`; words that are not given are 0."""
+
     def bind(self, ctx: Any, kernel: Kernel, args: Any, fingerprint: int, values: Sequence[int]) -> Callable[[], int]:
         return functools.partial(self.launch, ctx, kernel, args, fingerprint, *values)
-
-    def launch(self, ctx: Any, kernel: Kernel, args: Any, fingerprint: int, *words: int) -> int:
-        raise NotImplementedError  # of whoever runs them
 
 
 def _extents(num_experts: int, size: int) -> dict[str, int]:
