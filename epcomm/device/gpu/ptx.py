@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _LOC = re.compile(r"\s*\.loc\s+(\d+)\s+(\d+)\s")
+_PACKAGE = Path(__file__).resolve().parents[2]
 _FILE = re.compile(r'\s*\.file\s+(\d+)\s+"([^"]+)"')
 _MEMORY = re.compile(r"\s(?:ld|st|atom|red|fence|membar)\.[\w.:]+")
 _BITS = re.compile(r"\.[bufs](8|16|32|64|128)$")
@@ -151,7 +152,9 @@ def resources(log: str) -> Resources:
 
 @functools.cache
 def _tree(file: str) -> ast.Module:
-    path = Path(file)
+    # Triton's cache goes by what a function says, not by where it lies: the code may name another checkout
+    path = _PACKAGE / file.rpartition(f"/{_PACKAGE.name}/")[2]
+    path = path if path.is_file() else Path(file)
     return ast.parse(path.read_text(encoding="utf-8") if path.is_file() else "")
 
 
