@@ -1,4 +1,4 @@
-"""Quantised dispatch: rows travel as float8 with a scale per 128 columns. What the numbers are, in torch.
+"""`Float8`: float8_e4m3fn with a scale per 128 columns, as DeepSeek-V3's checkpoints and the GEMMs written for them.
 
 Per token and block of 128 columns (the last may be partial), all in float32:
 
@@ -28,17 +28,16 @@ from dataclasses import dataclass
 import torch
 
 from epcomm.errors import ConfigError
+from epcomm.moe.quantize.e4m3 import codes_of, exponents_of, scales_of
+from epcomm.moe.quantize.quantizer import Quantizer, in_blocks, largest_finite, num_blocks
 
-BLOCK = 128  # as DeepEP, and as the GEMMs take it that are written for DeepSeek-V3's checkpoints
-LARGEST = 448.0  # of float8_e4m3fn
-SMALLEST_SCALE = 2.0**-126
-X_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-_EXPONENT_BITS, _BELOW_EXPONENT = 0x7F800000, 0x007FFFFF  # of float32
+BLOCK = 128
+_SCALE_LAYOUTS = ("row", "column")
+_TMA_BYTES = 16  # what a GPU's tensor memory accelerator wants strides to be multiples of
 
 
 @dataclass(frozen=True)
-class Float8:
+class Float8(Quantizer):
     """How `dispatch` quantises: to float8_e4m3fn, with a scale per `block` columns of each row.
 
     Args:
@@ -46,6 +45,9 @@ class Float8:
         round_scales_to_power_of_two: scales are powers of two, so that multiplying by them is exact.
         packed_ue8m0: scales are their 8 exponent bits (UE8M0: byte b is 2^(b - 127)), four to an int32, the first block
             in the lowest byte; bytes past the last block are 0. Needs `round_scales_to_power_of_two`.
+        scale_layout: how a result's scales lie in memory: "row" (contiguous), or "column": the same shape and numbers
+            as `column_major` lays them out, which is what DeepGEMM reads. They travel row by row in either case, so
+            `quantized` gives rows, and "column" costs the receiver a copy of the scales.
 
     Raises:
         ConfigError: an option isn't one of these.
@@ -54,6 +56,7 @@ class Float8:
     block: int = BLOCK
     round_scales_to_power_of_two: bool = False
     packed_ue8m0: bool = False
+    scale_layout: str = "row"
 
     def __post_init__(self) -> None:
         if type(self.block) is not int or self.block != BLOCK:
@@ -66,17 +69,22 @@ class Float8:
                 "Float8: argument `packed_ue8m0`: wanted round_scales_to_power_of_two=True with it (an exponent holds "
                 "nothing but a power of two), got False"
             )
+        if self.scale_layout not in _SCALE_LAYOUTS:
+            raise ConfigError(f"Float8: argument `scale_layout`: wanted 'row' or 'column', got {self.scale_layout!r}")
 
     @property
     def scales(self) -> str:
         """What the scales are: "float32", "power_of_two" or "packed"."""
         return "packed" if self.packed_ue8m0 else "power_of_two" if self.round_scales_to_power_of_two else "float32"
 
+    @property
+    def form(self) -> str:
+        return self.scales
+
     def result_like(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tensors without memory, of the dtypes and shapes of what `quantized` makes of x."""
         num_tokens, hidden = x.shape
-        num_blocks = -(-hidden // BLOCK)
-        width, dtype = (-(-num_blocks // 4), torch.int32) if self.packed_ue8m0 else (num_blocks, torch.float32)
+        blocks = num_blocks(hidden, BLOCK)
+        width, dtype = (-(-blocks // 4), torch.int32) if self.packed_ue8m0 else (blocks, torch.float32)
         codes = torch.empty(num_tokens, hidden, dtype=torch.float8_e4m3fn, device="meta")
         return codes, torch.empty(num_tokens, width, dtype=dtype, device="meta")
 
@@ -89,58 +97,46 @@ class Float8:
         Returns: float8_e4m3fn [num_tokens, hidden], and scales: float32 [num_tokens, ceil(hidden / 128)], or packed
         int32 [num_tokens, ceil(ceil(hidden / 128) / 4)]. Both contiguous.
         """
-        hidden = x.shape[1]
-        values = _in_blocks(x.detach().float())
-        amax = values.abs().amax(dim=-1)
-        is_finite = None
-        if not amax.isfinite().all():
-            is_finite = values.isfinite()
-            amax = values.abs().masked_fill_(~is_finite, 0).amax(dim=-1)
-        scales = _scales(amax, self.round_scales_to_power_of_two)
-        codes = (values / scales[..., None]).clamp_(-LARGEST, LARGEST)
-        if is_finite is not None:
-            codes.masked_fill_(~is_finite, torch.nan)
-        rows = codes.to(torch.float8_e4m3fn).flatten(1)[:, :hidden].contiguous()
-        return rows, _packed(scales) if self.packed_ue8m0 else scales
+        values = in_blocks(x, BLOCK)
+        amax, is_finite = largest_finite(values)
+        scales = scales_of(amax, self.round_scales_to_power_of_two)
+        codes = codes_of(values, scales, is_finite, x.shape[1])
+        return codes, _packed(scales) if self.packed_ue8m0 else scales
 
-    def dequantized(
-        self, rows: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32
-    ) -> torch.Tensor:
-        """rows * scales, as experts that compute in another format want them: of `dtype`, [..., hidden].
+    def delivered(self, scales: torch.Tensor) -> torch.Tensor:
+        return column_major(scales) if self.scale_layout == "column" else scales
 
-        Args:
-            rows, scales: [..., hidden] and [..., blocks or words], such as ``received.x``.
-        """
-        if self.packed_ue8m0:
-            scales = _unpacked(scales)
-        hidden = rows.shape[-1]
-        factors = scales.repeat_interleave(BLOCK, dim=-1)[..., :hidden]
-        return (rows.float() * factors).to(dtype)
+    def _numbers(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.float()
+
+    def _factors(self, scales: torch.Tensor) -> torch.Tensor:
+        return _unpacked(scales) if self.packed_ue8m0 else scales
+
+    def _bound(self, magnitudes: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        return torch.maximum(magnitudes * 2.0**-4, factors * (2.0**-10 * (1 + 2.0**-20)))
 
 
-def _in_blocks(x: torch.Tensor) -> torch.Tensor:
-    """[num_tokens, blocks, 128] of x [num_tokens, hidden], with zeros behind the last column."""
-    num_tokens, hidden = x.shape
-    num_blocks = -(-hidden // BLOCK)
-    return torch.nn.functional.pad(x, (0, num_blocks * BLOCK - hidden)).reshape(num_tokens, num_blocks, BLOCK)
+def column_major(scales: torch.Tensor) -> torch.Tensor:
+    """A copy of scales [..., rows, width], with the same shape, whose columns are contiguous.
 
-
-def _scales(amax: torch.Tensor, round_to_power_of_two: bool) -> torch.Tensor:
-    """float32 scales of blocks whose largest magnitudes these are."""
-    # by a tensor: torch divides by a number on a GPU by multiplying with its reciprocal
-    scales = (amax / torch.full_like(amax, LARGEST)).clamp_(min=SMALLEST_SCALE)
-    if round_to_power_of_two:
-        scales = ((scales.view(torch.int32) + _BELOW_EXPONENT) & _EXPONENT_BITS).view(torch.float32)
-    return scales.masked_fill_(amax == 0, 1.0)
+    Strides are 1 along rows and, from a column to the next, the number of rows rounded up to a multiple of 16 bytes, as
+    a GPU's tensor memory accelerator loads them (DeepGEMM: "TMA-aligned, column-major"). What lies between the last
+    row and the next column is 0. With a leading dimension, of experts, each expert's scales lie so, one after another.
+    """
+    *leading, rows, width = scales.shape
+    items = _TMA_BYTES // scales.element_size()
+    columns = scales.new_zeros(*leading, width, -(-rows // items) * items)
+    result = columns.mT[..., :rows, :]
+    return result.copy_(scales)
 
 
 def _packed(scales: torch.Tensor) -> torch.Tensor:
     """int32 [num_tokens, ceil(blocks / 4)] of powers of two [num_tokens, blocks]."""
-    exponents = (scales.view(torch.int32) >> 23).to(torch.uint8)
-    return torch.nn.functional.pad(exponents, (0, -scales.shape[-1] % 4)).view(torch.int32)
+    return torch.nn.functional.pad(exponents_of(scales), (0, -scales.shape[-1] % 4)).view(torch.int32)
 
 
 def _unpacked(words: torch.Tensor) -> torch.Tensor:
     """float32 [..., 4 * words]: the powers of two, 0 where a byte is 0."""
-    exponents = words.contiguous().view(torch.uint8)
+    # a copy: a tensor with one column counts as contiguous whatever its stride, but has no view as bytes
+    exponents = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     return (exponents.int() << 23).view(torch.float32)
