@@ -235,6 +235,11 @@ class Communicator:
         placement: Sequence[int] | None = None,
         max_recv_rows: int | None = None,
         blocks: int = 3,
+        wire: str = "auto",
+        host_sync: bool | None = None,
+        graph_blocks: int = 2,
+        overflow: str = "raise",
+        zero_tail: bool = False,
     ) -> ExpertParallel:
         """Collective: a handle for the dispatch and combine of one shape of MoE layer.
 
@@ -248,7 +253,19 @@ class Communicator:
                 size * max_tokens, hidden], each expert's rows from 0 on. "flat": [rows, hidden], one row per token.
             placement: rank of each expert; default: contiguous blocks whose sizes differ by at most 1.
             max_recv_rows: rows of a receive block; default: the worst case (memory is taken only as it is used).
+            wire: "expert" sends a row once per (token, expert), straight to its place. "rank" sends it once per (token,
+                rank), copies it to its experts' places there, and sums their outputs there before they travel back (see
+                `ExpertParallel.combine` for what is rounded when). "auto": `moe.wire` prices both. Results lie alike.
             blocks: receive blocks (and output blocks): results that may be alive at once, plus one.
+            host_sync: whether the host waits to learn how many rows there are. False: what is received has always
+                `max_recv_rows` rows (padded: its shape anyway); those past the last one have a source token and expert
+                of -1 and weights of 0. Nothing then keeps calls from being captured in CUDA graphs. A wrong index
+                counts as -1 and, like rows past `max_recv_rows`, may be reported by a later call or `check()`, which
+                then fails the communicator. None: False in latency mode with the padded layout.
+            graph_blocks: with host_sync=False, more blocks, for the results of captured calls, which live until any
+                graph is replayed.
+            overflow: "raise" or "drop" the rows past `max_recv_rows`: combine leaves them out. Not in padded layout.
+            zero_tail: with host_sync=False, rows past the last one are zeros.
 
         Raises:
             ConfigError: an argument is wrong. MismatchError: ranks passed different ones.
@@ -269,6 +286,12 @@ class Communicator:
                 placement=placement,
                 max_recv_rows=max_recv_rows,
                 blocks=blocks,
+                wire=wire,
+                host_sync=host_sync,
+                graph_blocks=graph_blocks,
+                overflow=overflow,
+                zero_tail=zero_tail,
+                link_speed=self._runtime.target.link_speed,
             )
         except ConfigError as error:
             raise self._runtime.reject(error) from None

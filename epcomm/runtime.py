@@ -28,8 +28,8 @@ from epcomm.errors import (
     PeerFailedError,
     TimeoutError,
 )
+from epcomm.failures import awaited, error_found
 from epcomm.heap.cpu import SymmetricSegment
-from epcomm.kernels.protocol.sites import describe_site
 from epcomm.kernels.target import Kernel, Target
 from epcomm.operation import Context, Operation, OperationTexts, ParameterBlock, find_text
 
@@ -108,6 +108,9 @@ class Runtime:
 
     def operation(self, kernel: Kernel, args: ParameterBlock, text: str, keep: Any = None) -> Operation:
         """Binds a kernel and leaves its readable text where peers find it by the fingerprint."""
+        if self.target.stream.is_capturing():
+            where = f"rank {self.rank}: {text}"
+            raise self.reject(ConfigError(f"{where}: wanted such a call before the capture, which can't load it"))
         return Operation(kernel, args, text, self.texts.fingerprint(text), keep)
 
     def run(self, operation: Operation, a: int = 0, b: int = 0, c: int = 0, d: int = 0, e: int = 0, f: int = 0) -> int:
@@ -161,8 +164,13 @@ class Runtime:
             raise _again(self.failure)
         if self.closed:
             raise ClosedError(f"rank {self.rank}: the communicator is closed")
-        if hasattr(self, "context") and self._abort.is_raised(self.generation):
+        if not hasattr(self, "context"):
+            return  # it is being made
+        if self._abort.is_raised(self.generation):
             raise self.error_of(control.ABORTED, "check", self.context)
+        status = self.target.failure_before(self.context.handle)
+        if status != control.OK:
+            raise self.error_of(status, "check", self.context)
 
     def fail(self, error: EpcommError, reason: int = control.PEER_FAILED) -> EpcommError:
         """Makes the communicator failed, tells every peer why, and returns the error to raise."""
@@ -194,15 +202,10 @@ class Runtime:
             other = self._peer_text(peer, int(context.words[control.FAILED_FOUND])) or "another operation"
             message = f"{where}: rank {peer} is in {other}; all ranks must call the same operations in the same order"
             return self.fail(MismatchError(message), control.PEER_MISMATCH)
-        waited = f"rank {peer}, {describe_site(int(context.words[control.FAILED_SITE]))}"
         if status == control.INTERRUPTED:
-            self.fail(PeerFailedError(f"{where}: interrupted while it waited for {waited}"))
+            self.fail(PeerFailedError(f"{where}: interrupted while it waited for {awaited(context.words)}"))
             return KeyboardInterrupt()
-        seconds = int(context.words[control.TIMEOUT_NS]) / 1e9
-        wanted, found = int(context.words[control.FAILED_WANTED]), int(context.words[control.FAILED_FOUND])
-        return self.fail(
-            TimeoutError(f"{where}: waited {seconds:g} s for {waited}: wanted {wanted:#x}, found {found:#x}")
-        )
+        return self.fail(error_found(status, where, context.words))
 
     def _abort_error(self, where: str) -> EpcommError:
         if self.failure is not None:
@@ -266,6 +269,7 @@ class Runtime:
             self.generation += 1
             self.hub.generation = 2 * self.generation
             self.failure = None
+            self._own[control.FAILURE : control.FAILURE + 8 * control.FAILURE_WORDS] = 0
             for context in list(self._contexts):
                 self._start_generation(context, sequenced=bool(context.words[control.SEQUENCE]))
             for member in list(self._resettable):

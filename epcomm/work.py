@@ -18,9 +18,9 @@ from epcomm.errors import TimeoutError
 class Work:
     """An operation in progress, with the methods of `torch.distributed.Work`."""
 
-    def __init__(self, function: Callable[[], Any], result: Any, text: str):
-        self._text = text
-        self._function, self._result = function, result
+    def __init__(self, function: Callable[[], Any], text: str):
+        self._text, self._function = text, function
+        self._result: Any = None
         self._done = threading.Event()
         self._exception: BaseException | None = None
         self._future: torch.futures.Future | None = None
@@ -57,7 +57,7 @@ class Work:
 
     def _run(self) -> None:
         try:
-            self._function()
+            self._result = self._function()
         except BaseException as error:  # handed to whoever waits
             self._exception = error
         self._function = _nothing  # lets go of the tensors it holds
@@ -98,12 +98,11 @@ class Fifo:
         self._lock = threading.Lock()
         self.pending = 0  # submitted operations that have not run: a synchronous call must queue behind them
 
-    def call(self, function: Callable[[], Any], result: Any, async_op: bool, text: str) -> Any:
-        """Runs `function`, of which `text` tells, in its turn. Returns a `Work` if asynchronous, else the result."""
+    def call(self, function: Callable[[], Any], async_op: bool, text: str) -> Any:
+        """Runs `function`, of which `text` tells, in its turn; returns what it returns, or a `Work` if asynchronous."""
         if not async_op and (not self.pending or threading.current_thread() is self._thread):
-            function()  # at once: nothing is before it, or it is called by a future's callback, on the worker
-            return result
-        work = Work(function, result, text)
+            return function()  # at once: nothing is before it, or it is called by a future's callback, on the worker
+        work = Work(function, text)
         if self._is_stream_ordered:  # calls return before they are done, and the stream keeps their order
             work._run()
             return work
@@ -115,13 +114,12 @@ class Fifo:
         self._queue.put(work)
         if async_op:
             return work
-        work.wait()
-        return result
+        return work.result()
 
     def drain(self) -> None:
         """Returns once everything submitted so far has run."""
         if self.pending and threading.current_thread() is not self._thread:
-            self.call(_nothing, None, True, "drain").wait()
+            self.call(_nothing, True, "drain").wait()
 
     def stop(self) -> None:
         """Ends the worker after what was submitted."""

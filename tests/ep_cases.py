@@ -25,6 +25,8 @@ from epcomm.testing.routing import TOKENS, choose_experts, payload, weights
 #: Every layout in both modes.
 KINDS = [(mode, layout) for mode in ("throughput", "latency") for layout in ("contiguous", "padded", "flat")]
 KIND_IDS = [f"{mode}-{layout}" for mode, layout in KINDS]
+#: Those whose rows can travel once per rank and be expanded where they arrive.
+KINDS_BY_RANK = [("throughput", "contiguous"), ("latency", "padded")]
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -43,6 +45,11 @@ class Case:
     placement: tuple[int, ...] | None = None
     max_recv_rows: int | None = None
     blocks: int = 3
+    wire: str = "auto"  # on CPUs that is "expert" where there is a choice
+    host_sync: bool | None = None
+    graph_blocks: int = 2
+    overflow: str = "raise"
+    zero_tail: bool = False
     gate: str = "uniform"
     tokens: str = "full"
     index_dtype: torch.dtype = torch.int64
@@ -55,9 +62,12 @@ class Case:
 
     def handle(self, comm: epcomm.Communicator) -> Any:
         """The case's handle on a communicator."""
-        names = "mode layout num_experts topk hidden max_tokens dtype placement max_recv_rows blocks".split()
-        alignment = self.alignment if self.layout == "contiguous" else 1
-        return comm.expert_parallel(alignment=alignment, **{name: getattr(self, name) for name in names})
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        for name in ("gate", "tokens", "index_dtype"):
+            del values[name]
+        if self.layout != "contiguous":
+            values["alignment"] = 1
+        return comm.expert_parallel(**values)
 
 
 @dataclass(frozen=True)
@@ -80,7 +90,8 @@ class Step:
             num_tokens = TOKENS[case.tokens](rank + self.number, case.max_tokens)
             seed = 1000 * self.number + rank
             indices.append(choose_experts(case.gate, num_tokens, case.topk, owner, seed).to(case.index_dtype))
-        return Exchange(case.layout, owner, case.max_tokens, case.alignment, tuple(indices))
+        wire = "expert" if case.wire == "auto" or case.layout == "flat" else case.wire
+        return Exchange(case.layout, owner, case.max_tokens, case.alignment, tuple(indices), wire)
 
     def x(self, dtype: torch.dtype | None = None, width: int | None = None) -> list[torch.Tensor]:
         """Each rank's tokens."""
@@ -238,3 +249,5 @@ def run_option(comm: epcomm.Communicator, option: Callable[[Any, Step], None]) -
 def in_all_kinds(cases: Sequence[Case]) -> Iterator[Case]:
     for mode, layout in KINDS:
         yield from (replace(case, mode=mode, layout=layout) for case in cases)
+        if (mode, layout) in KINDS_BY_RANK:
+            yield from (replace(case, mode=mode, layout=layout, wire="rank") for case in cases)

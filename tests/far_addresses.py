@@ -16,7 +16,9 @@ from epcomm.device import control
 from epcomm.device.gpu.compile import kernel, one
 from epcomm.device.gpu.memory import copy
 from epcomm.kernels.gpu.dispatch import _send_row
+from epcomm.kernels.gpu.dispatch_receive import _expand_row
 from epcomm.kernels.gpu.exchange import _take
+from epcomm.kernels.gpu.partial_sums import _sum_row
 from epcomm.kernels.gpu.reduction import _reduce_tiles
 from epcomm.kernels.gpu.row_sum import sum_token
 from epcomm.kernels.protocol import collectives
@@ -38,14 +40,26 @@ def copy_far(to, source, num_bytes):
 def send_far(ctx, state, routing, tensor, token, WIDE: tl.constexpr, TILE: tl.constexpr):
     ctx, state, routing = tl.cast(ctx, tl.int64), tl.cast(state, tl.int64), tl.cast(routing, tl.int64)
     _send_row(ctx, state, routing, tl.cast(tensor, tl.int64), tl.cast(token, tl.int64), 1, tl.cast(EPOCH, tl.int64),
-              WIDE, TILE)  # fmt: skip
+              False, WIDE, TILE)  # fmt: skip
+
+
+@kernel("expand_far", programs=one)
+def expand_far(state, tensor, places, row, arrivals, block, WIDE: tl.constexpr, TILE: tl.constexpr):
+    _expand_row(tl.cast(state, tl.int64), tl.cast(tensor, tl.int64), tl.cast(places, tl.int64), tl.cast(row, tl.int64),
+                1, tl.cast(arrivals, tl.int64), tl.cast(block, tl.int64), WIDE, TILE)  # fmt: skip
+
+
+@kernel("partial_far", programs=one)
+def partial_far(state, routing, tensor, row, out, WIDE: tl.constexpr):
+    _sum_row(tl.cast(state, tl.int64), tl.cast(routing, tl.int64), tl.cast(tensor, tl.int64), tl.cast(row, tl.int64),
+             tl.cast(0, tl.int64), tl.cast(out, tl.int64), False, tl.float32, WIDE)  # fmt: skip
 
 
 @kernel("sum_far", programs=one)
 def sum_far(ctx, state, routing, tensor, token, WIDE: tl.constexpr):
     ctx, state, routing = tl.cast(ctx, tl.int64), tl.cast(state, tl.int64), tl.cast(routing, tl.int64)
     sum_token(ctx, state, routing, tl.cast(0, tl.int64), tl.cast(tensor, tl.int64), tl.cast(token, tl.int64), 1,
-              tl.cast(EPOCH, tl.int64), tl.float32, tl.float32, WIDE)  # fmt: skip
+              False, tl.cast(EPOCH, tl.int64), tl.float32, tl.float32, WIDE)  # fmt: skip
 
 
 @kernel("reduce_far", programs=one)
@@ -150,6 +164,28 @@ def far_rows() -> None:
         check(segment, ROW_BYTES + FAR, row, "dispatch")
 
 
+def far_expansion() -> None:
+    """Arrived row FAR_ROW is copied to row FAR_ROW of the block, from where it is summed before it travels back."""
+    arrivals, block, sums, places, row = Sparse(), Sparse(), Sparse(), Sparse(), payload()
+    places.at(4 * FAR_ROW, 4).view(np.int32)[0] = FAR_ROW
+    rank, tensor = OneRank(block), Words(protocol.TENSOR_WORDS)
+    rank.state.array[protocol.BLOCK_ROWS], rank.routing.array[protocol.PLACES] = FAR_ROW + 1, places.address
+    tensor.array[protocol.T_ADDRESS] = block.address
+    for name in (protocol.T_ROW_BYTES, protocol.T_STRIDE):
+        tensor.array[name] = ROW_BYTES
+    tensor.array[protocol.T_ELEMENTS] = ROW_BYTES // 4
+    _, state, routing = rank.leading
+    for wide in (True, False):
+        arrivals.at(FAR, ROW_BYTES)[:] = row
+        to = (arrivals.address, block.address)
+        expand_far.function[(1,)](
+            state, tensor.address, places.address, FAR_ROW, *to, WIDE=wide, TILE=4096 if wide else 1024
+        )
+        partial_far.function[(1,)](state, routing, tensor.address, FAR_ROW, sums.address + FAR, WIDE=wide)
+        check(sums, FAR, row, "sum on one rank")
+        check(block, FAR, row, "expansion")
+
+
 def far_reduction() -> None:
     own, staged, out = Sparse(), Sparse(), Sparse()
     ctx = Words(64)
@@ -172,6 +208,6 @@ def far_exchange() -> None:
 
 
 if __name__ == "__main__":
-    for test in (far_copy, far_rows, far_reduction, far_exchange):
+    for test in (far_copy, far_rows, far_expansion, far_reduction, far_exchange):
         test()
         print(f"{test.__name__}: ok")

@@ -69,7 +69,7 @@ def test_arm(arch: str, name: str, compiling: dict[tuple[str, str], Future]) -> 
     arm: CompiledArm = compiling[arch, name].result()
     assert (arm.stack_bytes, arm.spill_stores, arm.spill_loads) == (0, 0, 0)
     assert arm.registers <= ALL[name].max_registers
-    if arm.kernel in NO_PAYLOAD:
+    if arm.kernel in NO_PAYLOAD or (arm.kernel == "dispatch_receive" and "EXPANDED=False" in name):
         assert not arm.moves_payload
     else:
         assert arm.widest_load >= 16 and arm.widest_store >= 16
@@ -161,7 +161,7 @@ DEFECTS = [
     (reads_a_stale_line, ["1 loads take the non-coherent path"]),
     (reads_generically, ["1 accesses have no state space"]),
     (row_in_32_bits, ["1 products in 32 bits"]),
-    (replace(FEW["combine IN=bf16 OUT=bf16 RANKS=8"], max_registers=48), ["uses local memory"]),
+    (replace(FEW["combine IN=bf16 OUT=bf16 RANKS=8 SUMMED_HERE=False"], max_registers=48), ["uses local memory"]),
 ]
 
 
@@ -224,7 +224,7 @@ def test_far_addresses() -> None:
     result = subprocess.run(
         [sys.executable, TESTS / "far_addresses.py"], capture_output=True, text=True, timeout=60, env=environment
     )
-    assert (result.returncode, result.stdout.count(": ok")) == (0, 4), result.stderr
+    assert (result.returncode, result.stdout.count(": ok")) == (0, 5), result.stderr
 
 
 # ---- the command

@@ -9,8 +9,9 @@ import pytest
 import test_ep_combine
 import test_ep_dispatch
 import torch
-from ep_cases import KIND_IDS, KINDS, Case, Step, on_ranks, round_trip, run_cases, run_option, run_steps
+from ep_cases import KIND_IDS, KINDS, KINDS_BY_RANK, Case, Step, on_ranks, round_trip, run_cases, run_option, run_steps
 from test_ep_failures import run_over_capacity
+from test_ep_split import split_round_trip
 
 import epcomm
 from epcomm.errors import ConfigError, MismatchError, PeerFailedError
@@ -37,6 +38,32 @@ def cases(world: int) -> list[Case]:
 def test_traffic(mode: str, layout: str, world: int, kernels: str) -> None:
     chosen = [replace(case, mode=mode, layout=layout) for case in cases(world)]
     on_ranks(world, run_cases, chosen, kernels=kernels)
+
+
+BY_RANK = [
+    Case(gate="holes_and_duplicates", tokens="uneven", alignment=4),
+    Case(hidden=96, dtype=torch.float32, gate="one_rank", alignment=3, index_dtype=torch.int32),
+]
+
+
+@pytest.mark.parametrize("world, kernels", [WORLDS[0], WORLDS[2]], ids=[WORLD_IDS[0], WORLD_IDS[2]])
+@pytest.mark.parametrize("mode, layout", KINDS_BY_RANK, ids=[layout for _, layout in KINDS_BY_RANK])
+def test_traffic_by_rank(mode: str, layout: str, world: int, kernels: str) -> None:
+    chosen = [replace(case, mode=mode, layout=layout, wire="rank") for case in BY_RANK]
+    on_ranks(world, run_cases, chosen, kernels=kernels)
+
+
+def run_split(comm: epcomm.Communicator, case: Case) -> None:
+    ep = case.handle(comm)
+    for number in range(3):
+        split_round_trip(ep, Step(case, comm.size, number), comm.barrier)
+
+
+@pytest.mark.parametrize("wire", ["expert", "rank"])
+@pytest.mark.parametrize("kernels", ["triton", "mixed"])
+def test_split(kernels: str, wire: str) -> None:
+    case = Case(wire=wire, gate="holes_and_duplicates", tokens="uneven", alignment=4)
+    on_ranks(2, run_split, case, kernels=kernels, longest=0)
 
 
 OPTIONS = [

@@ -16,7 +16,7 @@ LAYERS = [
     ["heap", "device"],
     ["kernels.protocol"],
     ["kernels", "kernels.cpu", "kernels.gpu"],
-    ["runtime", "rendezvous", "bootstrap", "monitor", "abort", "operation", "work", "topology"],
+    ["runtime", "rendezvous", "bootstrap", "monitor", "abort", "failures", "operation", "work", "topology"],
     ["moe", "collectives"],
     ["communicator", "initialize"],
     ["launcher", "demo", "cli", "aot", "model", "testing", "integrations", "__init__"],

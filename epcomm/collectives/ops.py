@@ -72,13 +72,14 @@ class Collectives:
 
         check_timeout(f"rank {self.runtime.rank}: {operation.text}", timeout)
 
-        def run(keep: Any = keep) -> None:
+        def run(keep: Any = keep) -> Any:
             if timeout is None:
                 self.runtime.run(operation, *values)
             else:
                 self.runtime.run_within(timeout, operation, *values)
+            return result
 
-        return self._fifo.call(run, result, async_op, f"rank {self.runtime.rank}: {operation.text}")
+        return self._fifo.call(run, async_op, f"rank {self.runtime.rank}: {operation.text}")
 
     def barrier(self, timeout: float | None = None) -> None:
         operation = self._binder.cached("barrier", lambda: self._binder.barrier("barrier()"))
@@ -126,7 +127,7 @@ class Collectives:
 
         def call(keep: Any = (x, result)) -> torch.Tensor:
             if fifo.pending:
-                fifo.call(lambda: runtime.run(operation, *values), None, False, operation.text)
+                fifo.call(lambda: runtime.run(operation, *values), False, operation.text)
             elif status := launch():
                 runtime.settle(status, operation, runtime.context)
             return result
@@ -166,10 +167,11 @@ class Collectives:
         text = f"rank {self.runtime.rank}: {move.text}"
         check_timeout(text, timeout)
 
-        def run() -> None:
+        def run() -> torch.Tensor | None:
             move.run(x.data_ptr(), 0 if result is None else result.data_ptr(), timeout)
+            return result
 
-        return self._fifo.call(run, result, async_op, text)
+        return self._fifo.call(run, async_op, text)
 
     @_rejecting
     def allgather(self, x: torch.Tensor, out: torch.Tensor | None, async_op: bool, timeout: float | None) -> Any:

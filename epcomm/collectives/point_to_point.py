@@ -82,7 +82,7 @@ class PointToPoint:
         fingerprint = self._runtime.texts.fingerprint(message, is_message=True)
         channel = self._channel(kind, peer)
 
-        def run() -> None:
+        def run() -> Any:
             if not channel.lock.acquire(blocking=False):
                 raise self._runtime.reject(ConfigError(f"{where}: another thread is in a {kind} with rank {peer}"))
             try:
@@ -93,8 +93,9 @@ class PointToPoint:
                 self._runtime.run_beside(channel.context, channel.operation, *values)
             finally:
                 channel.lock.release()
+            return tensor if kind == "recv" else None
 
-        return channel.fifo.call(run, tensor if kind == "recv" else None, async_op, f"{where} of {message}")
+        return channel.fifo.call(run, async_op, f"{where} of {message}")
 
     def drain(self) -> None:
         """Returns once everything submitted so far has run, and no thread is inside of a transfer."""

@@ -16,6 +16,7 @@ BAD_VALUE = 5  # an index in the caller's data is out of range
 INTERRUPTED = 6  # SIGINT while waiting
 CLOSED = 7  # the communicator was closed, or the process was forked
 OCCUPIED = 8  # another thread is in an operation of this context
+CAPACITY_BEFORE, BAD_VALUE_BEFORE = 9, 10  # a GPU's: an operation that the host didn't wait for found this
 
 # ---- context block (words)
 RANK, SIZE = 0, 1

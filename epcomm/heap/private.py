@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,6 +23,34 @@ class PrivateMemory(Protocol):
     def refresh(self) -> None:
         """The host sees what the kernels that were launched so far have written."""
 
+    def device_view(self, start: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """int32 of `shape`, from byte `start` on, as kernels leave them."""
+
+
+class Stream(Protocol):
+    """Where a device's work is enqueued; perhaps to be captured, and replayed many times."""
+
+    def is_capturing(self) -> bool: ...
+
+    def enqueue(self, work: Callable[[], object]) -> None:
+        """Runs `work`, which enqueues something on the device, or records it."""
+
+    def kept(self, part: np.ndarray) -> torch.Tensor:
+        """A copy of bytes for captured work to read whenever it is replayed."""
+
+
+class HostStream:
+    """Kernels run when they are called."""
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def enqueue(self, work: Callable[[], object]) -> None:
+        work()
+
+    def kept(self, part: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(part.copy())
+
 
 class HostMemory:
     """Kernels run on the host: there is one memory."""
@@ -37,28 +67,46 @@ class HostMemory:
     def refresh(self) -> None:
         pass
 
+    def device_view(self, start: int, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.from_numpy(self.array[start:].view(np.int32)[: math.prod(shape)].reshape(shape))
+
 
 class MirroredMemory:
     """Kernels run on a device, on a copy. Each side sees the other's writes when it is told to.
 
-    What the host publishes is taken before `publish` returns, in stream order: the host may write again at once.
+    What the host publishes is taken before `publish` returns, in stream order: the host may write again at once. What
+    it publishes during a capture is published again by every replay, before the captured kernels that follow.
     """
 
-    __slots__ = ("_copy", "_published", "address", "array", "handle")
+    __slots__ = ("_copy", "_is_captured", "_published", "_stream", "address", "array", "handle")
 
-    def __init__(self, num_bytes: int, device: torch.device):
+    def __init__(self, num_bytes: int, device: torch.device, stream: Stream):
         self.array = np.zeros(num_bytes, dtype=np.uint8)
         self._published = self.array.copy()
         self._copy = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self._stream, self._is_captured = stream, False  # captured: replays publish, too, unseen by the host
         self.address, self.handle = self._copy.data_ptr(), self
 
     def publish(self, start: int = 0, stop: int | None = None) -> None:
         part, published = self.array[start:stop], self._published[start:stop]
-        if not np.array_equal(part, published):  # steady loops publish the same words again and again
+        if self._stream.is_capturing():
+            self._is_captured = True
+            to, kept = self._copy[start:stop], self._stream.kept(part)
+            self._stream.enqueue(lambda: to.copy_(kept, non_blocking=True))
+        elif self._is_captured or not np.array_equal(part, published):  # steady loops publish the same again and again
             published[:] = part
             # pageable memory, which CUDA stages before it returns; from pinned memory it would read later
             self._copy[start:stop].copy_(torch.from_numpy(published), non_blocking=True)
 
+    def publish_once(self) -> None:
+        """`publish` for what the host hardly ever changes: a replay needn't repeat it."""
+        if not np.array_equal(self.array, self._published):
+            self.publish()
+
     def refresh(self) -> None:
         self.array[:] = self._copy.cpu().numpy()
         self._published[:] = self.array
+
+    def device_view(self, start: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """int32 of `shape`, from byte `start` on, as kernels leave them."""
+        return self._copy[start:].view(torch.int32)[: math.prod(shape)].view(shape)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from epcomm.heap.cpu import Allgather, Mapping
-from epcomm.heap.private import PrivateMemory
+from epcomm.heap.private import PrivateMemory, Stream
 
 
 class Kernel(Protocol):
@@ -33,9 +33,15 @@ class Target(Protocol):
     device: torch.device  # of the tensors
     kind: str  # of device, the same on all ranks
     transport: str
+    defers: bool  # a launch may return before its kernel has run: what is wrong may be known later
     runs_on_threads: bool  # programs are run by threads of the rank's pool
     shares_control: bool  # the control region's segment can hold the collectives' regions too
+    link_speed: float  # bytes per second that a rank sends its peers, as a share of what its memory moves
     copy_engine_bytes: int  # staging of data movement by copies; 0: kernels move data
+
+    @property
+    def stream(self) -> Stream:
+        """Where this rank's work is enqueued, and perhaps captured."""
 
     def default_num_programs(self, size: int) -> int:
         """How many programs each of `size` ranks on this machine runs if nobody says."""
@@ -88,19 +94,37 @@ class Target(Protocol):
 
     def exchange_counts(self, num_experts: int, size: int) -> Kernel: ...
 
-    def dispatch(self, num_experts: int, size: int) -> Kernel: ...
+    def waited_for(self, kernel: Any, is_waited_for: bool) -> Kernel:
+        """The kernel, whose launch returns only when its status is known, or before (if the target `defers`)."""
 
-    def quantized_dispatch(self, num_experts: int, size: int, dtype: torch.dtype, scales: str) -> Kernel | None:
+    def failure_before(self, ctx: Any) -> int:
+        """Why the next launch in a context would fail; OK if nothing is known that would stop it."""
+
+    def dispatch(self, num_experts: int, size: int, is_expanded: bool) -> Kernel:
+        """`is_expanded`: rows travel by rank and are copied to their experts' places where they arrive."""
+
+    def quantized_dispatch(
+        self, num_experts: int, size: int, is_expanded: bool, dtype: torch.dtype, scales: str
+    ) -> Kernel | None:
         """A dispatch that makes float8 rows with "float32", "power_of_two" or "packed" scales of rows of `dtype`.
 
         Its table has a record of the rows and one of the scales; the first has the address and stride of what is to be
         quantised. None: rows are quantised before they are dispatched, as two tensors.
         """
 
+    def dispatch_receive(self, kernel: Any) -> Kernel:
+        """The second half of a dispatch that only sent; `kernel` is its first half."""
+
     def combine(
-        self, records: np.ndarray, dtypes: Sequence[tuple[torch.dtype, torch.dtype]], size: int
+        self, records: np.ndarray, dtypes: Sequence[tuple[torch.dtype, torch.dtype]], size: int, is_summed_here: bool
     ) -> Kernel:
-        """`records` describe the tensors (see the protocol), whose dtypes are (expert outputs, results)."""
+        """`records` describe the tensors (see the protocol), whose dtypes are (expert outputs, results).
+
+        `is_summed_here`: a token's rows are summed where its experts are, before they travel back.
+        """
+
+    def combine_receive(self, kernel: Any) -> Kernel:
+        """The second half of a combine that only sent; `kernel` is its first half."""
 
 
 #: makes the target of new communicators; None: the CPU's

@@ -31,6 +31,7 @@ class Bound(NamedTuple):
     tensors: Tensors
     outputs: Tensors  # what `Received.output_buffer` gives for rows like these
     outputs_fit: bool = True  # in an output block
+    is_summed_here: bool = False  # combine: rows are summed per token before they travel back
     keep: Any = None  # owns memory that the table points to
     prepare: Callable[[torch.Tensor], Sequence[torch.Tensor]] | None = None  # makes the table's tensors of the caller's
 
@@ -41,37 +42,55 @@ class Binder:
     def __init__(self, runtime: Runtime, memory: Memory, config: Config, name: str):
         self._runtime, self._memory, self._config, self._name = runtime, memory, config, name
         self._operations: dict[tuple[str, Any], Operation] = {}
-        self._target = runtime.target
-        self.route = self._operation(self._target.route(), f"route({name})")
+        self._halves: dict[ParameterBlock, Operation] = {}
+        self._target, self._waited_for = runtime.target, runtime.target.waited_for
+        # what the host has to wait for: bad indices, and how many rows there are
+        self.route = self._operation(self._waited_for(self._target.route(), config.host_sync), f"route({name})")
+        self._is_waited_for = config.host_sync and config.mode == "latency"  # dispatch: else route has exchanged counts
         self.route_context = runtime.new_context(sequenced=False)  # it meets no peer
         self._sizes = config.num_experts, runtime.size
-        exchange_counts = self._target.exchange_counts(*self._sizes)
+        exchange_counts = self._waited_for(self._target.exchange_counts(*self._sizes), config.host_sync)
         self.exchange_counts = self._operation(exchange_counts, f"exchange of counts of route({name})")
 
-    def _operation(self, kernel: Kernel, text: str, variant: Any = None) -> Operation:
+    def _operation(self, kernel: Kernel, text: str, has_weights: bool = False, variant: Any = None) -> Operation:
         """`variant` tells apart operations that are the same to peers."""
         operation = self._operations.get((text, variant))
         if operation is None:
             args = ParameterBlock(self._target, protocol.NUM_WORDS)
             args.words[protocol.STATE] = self._memory.state_address
+            args.words[protocol.HAS_WEIGHTS] = has_weights
             args.words[protocol.LATENCY] = self._config.mode == "latency"
             operation = self._operations[text, variant] = self._runtime.operation(kernel, args, text)
         return operation
 
-    def _table(self, rows: Sequence[torch.Tensor], first_offset: int) -> tuple[np.ndarray, Tensors]:
-        """The records of tensors like these: their rows lie in a block one after the other, each aligned to a line."""
+    def second_half(self, operation: Operation, kernel: Kernel) -> Operation:
+        """What receives after an operation that only sent: outside of the sequence, which the first half is in."""
+        half = self._halves.get(operation.args)
+        if half is None:
+            half = self._halves[operation.args] = Operation(kernel, operation.args, operation.text)
+        return half
+
+    def _table(self, rows: Sequence[torch.Tensor]) -> tuple[np.ndarray, Tensors]:
+        """The records of tensors like these, with no place in a block yet."""
         records = np.zeros((len(rows), protocol.TENSOR_WORDS), dtype=np.int64)
-        offset, tensors = 0, []
         for record, tensor in zip(records, rows, strict=True):
             width, item = tensor.shape[1], tensor.element_size()
             record[protocol.T_STRIDE] = tensor.stride(0) * item
-            record[protocol.T_ROW_BYTES], record[protocol.T_OFFSET] = width * item, first_offset + offset
-            record[protocol.T_ELEMENTS] = width
-            tensors.append((tensor.dtype, width, offset))
-            offset = align_up(offset + self._memory.capacity * width * item, LINE)
-        return records, tuple(tensors)
+            record[protocol.T_ROW_BYTES], record[protocol.T_ELEMENTS] = width * item, width
+        offsets = _offsets(records, self._memory.capacity)
+        return records, tuple((row.dtype, row.shape[1], int(at)) for row, at in zip(rows, offsets))
 
-    def _bound(self, operation: Operation, records: np.ndarray, tensors: Tensors) -> Bound:
+    def _dispatch_table(self, rows: Sequence[torch.Tensor]) -> tuple[np.ndarray, Tensors]:
+        records, tensors = self._table(rows)
+        in_block = self._memory.regions.rows + _offsets(records, self._memory.capacity)
+        records[:, protocol.T_OFFSET] = in_block
+        if self._config.is_expanded:
+            in_arrivals = self._memory.arrivals.rows + _offsets(records, self._config.most_arrivals)
+            records[:, protocol.T_OFFSET], records[:, protocol.T_EXPANDED] = in_arrivals, in_block
+        return records, tensors
+
+    def _bound(self, operation: Operation, by_rank: bool, records: np.ndarray, tensors: Tensors) -> Bound:
+        operation.args.words[protocol.BY_RANK] = by_rank
         operation.args.words[protocol.NUM_TENSORS] = len(records)
         operation.args.words[protocol.ROW_BYTES_TOTAL] = records[:, protocol.T_ROW_BYTES].sum()
         memory = self._target.private(records.nbytes)
@@ -83,8 +102,9 @@ class Binder:
     def dispatch(self, x: Sequence[torch.Tensor], topk: int, index_dtype: torch.dtype, has_weights: bool) -> Bound:
         """The dispatch of tensors like these."""
         text = self._dispatch_text(x, topk, index_dtype, has_weights, "")
-        operation = self._operation(self._target.dispatch(*self._sizes), text)
-        return self._bound(operation, *self._table(x, self._memory.regions.rows))
+        kernel = self._target.dispatch(*self._sizes, self._config.is_expanded)
+        operation = self._operation(self._waited_for(kernel, self._is_waited_for), text, has_weights)
+        return self._bound(operation, self._config.is_by_rank, *self._dispatch_table(x))
 
     def quantized_dispatch(
         self, x: torch.Tensor, quantize: Float8, topk: int, index_dtype: torch.dtype, has_weights: bool
@@ -92,12 +112,14 @@ class Binder:
         """The dispatch of what `quantize` makes of a tensor like this one."""
         wire = quantize.result_like(x)
         text = self._dispatch_text(wire, topk, index_dtype, has_weights, f", quantize={quantize}")
-        records, tensors = self._table(wire, self._memory.regions.rows)
-        kernel = self._target.quantized_dispatch(*self._sizes, x.dtype, quantize.scales)
+        records, tensors = self._dispatch_table(wire)
+        sizes = *self._sizes, self._config.is_expanded
+        kernel = self._target.quantized_dispatch(*sizes, x.dtype, quantize.scales)
         if kernel is not None:
             records[0, protocol.T_STRIDE] = x.stride(0) * x.element_size()
-        operation = self._operation(kernel or self._target.dispatch(*self._sizes), text, x.dtype)
-        bound = self._bound(operation, records, tensors)
+        used = self._waited_for(kernel or self._target.dispatch(*sizes), self._is_waited_for)
+        operation = self._operation(used, text, has_weights, x.dtype)
+        bound = self._bound(operation, self._config.is_by_rank, records, tensors)
         fits = x.shape[1] * x.element_size() <= self._config.hidden * self._config.dtype.itemsize
         prepare = quantize.quantized if kernel is None else None
         return bound._replace(outputs=((x.dtype, x.shape[1], 0),), outputs_fit=fits, prepare=prepare)
@@ -118,16 +140,28 @@ class Binder:
             f"combine({self._name}, y=[{_describe(y)}], topk={topk}, "
             f"topk_weights={'given' if has_weights else None}, reduce={reduce})"
         )
-        records, tensors = self._table(y, 0)
+        records, tensors = self._table(y)
+        by_rank = self._config.is_by_rank and reduce
+        is_summed_here = by_rank and self._config.is_expanded
+        # what travels back are rows like these, or their sums per token
+        records[:, protocol.T_OFFSET] = _offsets(
+            records, self._config.most_arrivals if is_summed_here else self._memory.capacity
+        )
         dtypes = tuple((tensor.dtype, out.dtype) for tensor, out in zip(y, outs))
-        kernel = self._target.combine(records, dtypes, self._runtime.size)
+        kernel = self._target.combine(records, dtypes, self._runtime.size, is_summed_here)
         for record, out in zip(records, outs, strict=True):
             # torch's strides may be anything where the extent is 1: that of contiguous slots is not taken from it
             stride = out.stride(0) if reduce else out.shape[-1]
             record[protocol.T_OUT_STRIDE] = stride * out.element_size()
-        operation = self._operation(kernel, text, dtypes)
+        operation = self._operation(kernel, text, has_weights, dtypes)
         operation.args.words[protocol.REDUCE] = reduce
-        return self._bound(operation, records, tensors)
+        return self._bound(operation, by_rank, records, tensors)._replace(is_summed_here=is_summed_here)
+
+
+def _offsets(records: np.ndarray, capacity: int) -> np.ndarray:
+    """Where the rows of each tensor start: one tensor after the other, `capacity` rows each, aligned to a line."""
+    sizes = [align_up(capacity * int(row_bytes), LINE) for row_bytes in records[:, protocol.T_ROW_BYTES]]
+    return np.cumsum([0, *sizes[:-1]])
 
 
 def _describe(tensors: Sequence[torch.Tensor]) -> str:

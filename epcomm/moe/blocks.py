@@ -26,13 +26,17 @@ class Lease:
 
 
 class BlockPool:
-    """The blocks of one kind in this rank's part of a segment."""
+    """Blocks of one kind in this rank's part of a segment: those with these numbers, of which the first are lent.
 
-    def __init__(self, mapping: Any, offset: int, block_bytes: int, num_blocks: int, num_lent: int):
-        self.address, self.block_bytes = mapping.address + offset, block_bytes
-        self.free = list(range(num_lent))  # a heap: the lowest block is the most likely to be in cache
-        self._size = block_bytes * num_blocks
-        self._lend = [mapping.part(offset + i * block_bytes, block_bytes).lend for i in range(num_blocks)]
+    `offset` is where block 0 would start.
+    """
+
+    def __init__(self, mapping: Any, offset: int, block_bytes: int, numbers: range, num_lent: int):
+        self._first, self._size = numbers.start, block_bytes * len(numbers)
+        offset += block_bytes * self._first
+        self._address, self._block_bytes = mapping.address + offset, block_bytes
+        self.free = list(numbers[:num_lent])  # a heap: the lowest block is the most likely to be in cache
+        self._lend = [mapping.part(offset + i * block_bytes, block_bytes).lend for i in range(len(numbers))]
 
     def take(self) -> Lease:
         """The free block with the lowest number; there must be one."""
@@ -40,7 +44,7 @@ class BlockPool:
 
     def buffer(self, lease: Lease) -> Any:
         """The block's bytes, as an object that keeps the lease and gives tensors on them (``tensor``)."""
-        return self._lend[lease.index](lease)
+        return self._lend[lease.index - self._first](lease)
 
     def free_arrays(self) -> None:
         """Lets go of the memory. Buffers that were made keep their part of it."""
@@ -48,7 +52,8 @@ class BlockPool:
 
     def locate(self, address: int) -> tuple[int, int] | None:
         """Block number and offset of an address in this pool, or None."""
-        offset = address - self.address
+        offset = address - self._address
         if 0 <= offset < self._size:
-            return divmod(offset, self.block_bytes)
+            number, offset = divmod(offset, self._block_bytes)
+            return self._first + number, offset
         return None

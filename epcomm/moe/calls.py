@@ -44,8 +44,12 @@ class Calls:
         self.generation, self.is_closed = runtime.generation, False
         self._device = runtime.target.device
         self._row_bytes = config.hidden * config.dtype.itemsize
-        self._is_flat, self._is_padded = config.layout == "flat", config.layout == "padded"
-        self._padded_shape = len(config.experts_of(runtime.rank)), runtime.size * config.max_tokens
+        self._is_flat = config.layout == "flat"
+        self._fixed_shape: tuple[int, ...] = ()
+        if config.layout == "padded":
+            self._fixed_shape = len(config.experts_of(runtime.rank)), runtime.size * config.max_tokens
+        elif config.has_fixed_rows:
+            self._fixed_shape = (config.capacity,)
         self._dispatches: dict[Any, Bound] = {}
         self._combines: dict[Any, Bound] = {}
 
@@ -98,6 +102,7 @@ class Calls:
         if (
             bound is None
             or bias is not None
+            or not routing.has_places
             or self._misfits(routing, y, routing.rows_shape)  # None, which fits nothing, before it was placed
         ):
             return self.checked(self._bind_combine, y, routing, has_weights, bias, outs, reduce)
@@ -111,7 +116,7 @@ class Calls:
 
     def rows_shape(self, routing: Routing) -> tuple[int, ...]:
         """The shape of this rank's received rows, without their width."""
-        return self._padded_shape if self._is_padded else (routing.num_rows,)
+        return self._fixed_shape or (routing.num_rows,)
 
     def _out_shape(self, routing: Routing, reduce: bool) -> tuple[int, ...]:
         """The shape of combine's result, without its width."""
@@ -190,6 +195,11 @@ class Calls:
             raise ConfigError(
                 f"{where}: argument `received`: wanted a routing that was dispatched (latency mode exchanges counts in "
                 "dispatch), got one that was not dispatched yet"
+            )
+        if reduce and not routing.has_places:
+            raise ConfigError(
+                f"{where}: argument `received`: wanted a routing that was dispatched (wire='rank' sums rows where "
+                "dispatch put them), got one that was not dispatched yet"
             )
         if self._is_flat:
             check_flat_combine(where, has_weights, reduce)

@@ -11,8 +11,10 @@ import torch
 
 from epcomm.errors import ConfigError
 from epcomm.kernels.protocol import expert_parallel as protocol
+from epcomm.moe.wire import cheaper_wire
 
 LAYOUTS = {"contiguous": protocol.CONTIGUOUS, "padded": protocol.PADDED, "flat": protocol.FLAT}
+WIRES = ("expert", "rank")
 _DEFAULT_LAYOUT = {"throughput": "contiguous", "latency": "padded"}
 _MAX_BLOCKS = protocol.PAYLOAD_MASK
 _MOST_ROWS = 1 << 31  # rows are numbered in 32 bits; byte offsets have 64
@@ -34,6 +36,11 @@ class Config:
     owner: tuple[int, ...]
     max_recv_rows: int | None
     blocks: int
+    wire: str  # "expert" or "rank"
+    host_sync: bool  # the host waits for what only the device knows: how many rows there are
+    graph_blocks: int
+    overflow: str  # "raise" or "drop"
+    zero_tail: bool
 
     @property
     def text(self) -> str:
@@ -42,7 +49,9 @@ class Config:
         return (
             f"expert_parallel(num_experts={self.num_experts}, topk={self.topk}, hidden={self.hidden}, "
             f"max_tokens={self.max_tokens}, dtype={self.dtype}, mode={self.mode}, layout={self.layout}, "
-            f"alignment={self.alignment}, max_recv_rows={self.max_recv_rows}, blocks={self.blocks}{placement})"
+            f"alignment={self.alignment}, max_recv_rows={self.max_recv_rows}, blocks={self.blocks}, "
+            f"wire={self.wire}, host_sync={self.host_sync}, graph_blocks={self.graph_blocks}, "
+            f"overflow={self.overflow}, zero_tail={self.zero_tail}{placement})"
         )
 
     def experts_of(self, rank: int) -> list[int]:
@@ -58,8 +67,35 @@ class Config:
         if self.max_recv_rows is not None:
             return self.max_recv_rows
         if self.layout == "flat":
-            return self.size * self.max_tokens
+            return self.most_arrivals
         return self.size * self.max_tokens * min(self.topk, most_local) + most_local * (self.alignment - 1)
+
+    @property
+    def has_fixed_rows(self) -> bool:
+        """The shape of what is received doesn't depend on the routing."""
+        return self.layout == "padded" or not self.host_sync
+
+    @property
+    def tail(self) -> str:
+        """What the rows past the last one are, where the shape has such: "marked" or "zero"."""
+        if self.layout == "padded" or self.host_sync:
+            return ""
+        return "zero" if self.zero_tail else "marked"
+
+    @property
+    def is_by_rank(self) -> bool:
+        """Rows travel once per (token, rank)."""
+        return self.wire == "rank"
+
+    @property
+    def is_expanded(self) -> bool:
+        """Rows that travel by rank are copied to their experts' places where they arrive."""
+        return self.is_by_rank and self.layout != "flat"
+
+    @property
+    def most_arrivals(self) -> int:
+        """Rows that can reach a rank if they travel once per (token, rank)."""
+        return self.size * self.max_tokens
 
     @property
     def balanced_rows(self) -> int:
@@ -101,6 +137,12 @@ def make_config(
     placement: Sequence[int] | None,
     max_recv_rows: int | None,
     blocks: int,
+    wire: str,
+    host_sync: bool | None,
+    graph_blocks: int,
+    overflow: str,
+    zero_tail: bool,
+    link_speed: float,
 ) -> Config:
     """Validates; raises `ConfigError` naming argument, wanted and got."""
     num_experts = _integer(where, "num_experts", num_experts, 1)
@@ -109,12 +151,15 @@ def make_config(
     max_tokens = _integer(where, "max_tokens", max_tokens, 0)
     alignment = _integer(where, "alignment", alignment, 1)
     blocks = _integer(where, "blocks", blocks, 1)
+    graph_blocks = _integer(where, "graph_blocks", graph_blocks, 1)
     if max_recv_rows is not None:
         max_recv_rows = _integer(where, "max_recv_rows", max_recv_rows, 1)
     if topk > num_experts:
         raise ConfigError(f"{where}: argument `topk`: wanted at most num_experts={num_experts}, got {topk}")
-    if blocks > _MAX_BLOCKS:
-        raise ConfigError(f"{where}: argument `blocks`: wanted at most {_MAX_BLOCKS}, got {blocks}")
+    if blocks + graph_blocks > _MAX_BLOCKS:
+        raise ConfigError(
+            f"{where}: argument `blocks`: wanted at most {_MAX_BLOCKS} with graph_blocks={graph_blocks}, got {blocks}"
+        )
     if not isinstance(dtype, torch.dtype):
         raise ConfigError(f"{where}: argument `dtype`: wanted a torch dtype, got {dtype!r}")
     if mode not in _DEFAULT_LAYOUT:
@@ -135,9 +180,34 @@ def make_config(
             raise ConfigError(
                 f"{where}: argument `placement`: wanted {num_experts} ranks from 0 to {size - 1}, got {list(owner)}"
             )
+    if wire not in ("auto", *WIRES):
+        raise ConfigError(f"{where}: argument `wire`: wanted 'auto' or one of {WIRES}, got {wire!r}")
+    if layout == "flat":
+        if wire == "expert":
+            raise ConfigError(f"{where}: argument `wire`: wanted 'auto' or 'rank' in the flat layout, got 'expert'")
+        wire = "rank"
+    elif wire == "auto":
+        # what a row's detour costs is time that latency mode doesn't have
+        wire = "expert" if mode == "latency" else cheaper_wire(size, num_experts, topk, owner, link_speed)
+    if host_sync is None:
+        host_sync = mode == "throughput" or layout != "padded"
+    if not isinstance(host_sync, bool):
+        raise ConfigError(f"{where}: argument `host_sync`: wanted None, True or False, got {host_sync!r}")
+    if host_sync:
+        graph_blocks = 0  # a captured call can't ask the device how many rows there are
+    if overflow not in ("raise", "drop"):
+        raise ConfigError(f"{where}: argument `overflow`: wanted 'raise' or 'drop', got {overflow!r}")
+    if overflow == "drop" and layout == "padded":
+        raise ConfigError(f"{where}: argument `overflow`: wanted 'raise' in the padded layout, got 'drop'")
+    if zero_tail not in (True, False) or (zero_tail and (host_sync or layout == "padded")):
+        raise ConfigError(
+            f"{where}: argument `zero_tail`: wanted True only with host_sync=False and not in the padded layout, got "
+            f"{zero_tail!r}"
+        )
     config = Config(
-        size, num_experts, topk, hidden, max_tokens, dtype, mode, layout, alignment, owner, max_recv_rows, blocks
-    )
+        size, num_experts, topk, hidden, max_tokens, dtype, mode, layout, alignment, owner, max_recv_rows, blocks, wire,
+        host_sync, graph_blocks, overflow, zero_tail,
+    )  # fmt: skip
     if config.capacity >= _MOST_ROWS:
         raise ConfigError(
             f"{where}: argument `max_tokens`: wanted fewer than {_MOST_ROWS} rows per receive block, got "

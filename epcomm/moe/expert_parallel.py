@@ -5,20 +5,24 @@ A call is validated, matched with an operation that was bound at its first use, 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from epcomm.device.control import GENERATION_SHIFT
-from epcomm.errors import CapacityError, ConfigError
+from epcomm.errors import CapacityError, ClosedError, ConfigError
 from epcomm.kernels.protocol import expert_parallel as protocol
-from epcomm.moe.bind import Binder
+from epcomm.moe.bind import Binder, Bound
+from epcomm.moe.blocks import BlockPool, Lease
 from epcomm.moe.calls import Calls
 from epcomm.moe.config import LAYOUTS, Config
 from epcomm.moe.memory import Memory
+from epcomm.moe.outputs import Outputs
 from epcomm.moe.quantize import Float8
-from epcomm.moe.received import Received, Tensors, copy_block
+from epcomm.moe.received import Received, copy_block
 from epcomm.moe.routing import Routing, Workspace
+from epcomm.moe.split import Split
 from epcomm.operation import Operation
 from epcomm.runtime import Runtime
 from epcomm.work import Fifo
@@ -29,31 +33,36 @@ _OUT = protocol.T_OUT - protocol.T_ADDRESS  # from a tensor's address to its res
 class ExpertParallel:
     """Dispatch and combine for one shape of MoE layer. Made by `Communicator.expert_parallel`; all ranks call alike.
 
-    Attributes: ``rank``, ``size``, ``config``, ``local_expert_ids`` (global ids of its experts, by local number).
+    Attributes: ``rank``, ``size``, ``config``, ``local_experts`` (int64 tensor: global ids of its experts, by local
+    number), ``local_expert_ids`` (the same as a list).
     """
 
     def __init__(self, runtime: Runtime, fifo: Fifo, config: Config, name: str, closing: Operation):
         self._closing = closing  # the barrier of close()
         self._runtime, self._fifo, self.config, self.name = runtime, fifo, config, name
         self.rank, self.size, self.generation = runtime.rank, runtime.size, runtime.generation
-        self.device, self.owned_memory = runtime.target.device, runtime.target.owned_memory
+        self._target = runtime.target
+        self.device, self.owned_memory = self._target.device, self._target.owned_memory
         self.num_experts, self.alignment = config.num_experts, config.alignment
         self.layout_code, self._is_latency = LAYOUTS[config.layout], config.mode == "latency"
         self.local_expert_ids = config.experts_of(self.rank)
+        #: int64: global ids of this rank's experts, by local number
+        self.local_experts = torch.tensor(self.local_expert_ids, dtype=torch.int64, device=self.device)
         self._memory = Memory(runtime, config)
-        self.regions = self._memory.regions
+        self.regions, self.row_limit = self._memory.regions, self._memory.row_limit
+        self.drops = self._memory.drops
         self._binder = Binder(runtime, self._memory, config, name)
         self._calls = Calls(runtime, self._binder, config, name)
+        # of routings that ended; those of captured ones are written by replays
         self._workspaces: list[Workspace] = []
-        self._start_combines()
+        self._graph_workspaces: list[Workspace] = []
+        memory = self._memory
+        self._outputs = Outputs(memory.outputs, memory.staging, runtime.generation)
+        self._graph_outputs = Outputs(memory.graph_outputs, memory.staging, runtime.generation)
+        self._unfinished: Split | None = None
         runtime.on_reset(self)
 
     # ---- life
-
-    @property
-    def local_experts(self) -> torch.Tensor:
-        """int64: global ids of this rank's experts, by local number."""
-        return torch.tensor(self.local_expert_ids, dtype=torch.int64, device=self.device)
 
     def memory(self) -> dict[str, int]:
         """Bytes of this rank's part of the handle's segment, by region; pages are taken when first used."""
@@ -63,12 +72,9 @@ class ExpertParallel:
         """For `Communicator.reset`: routings and results from before are outdated, lent blocks stay lent."""
         self.generation = self._calls.generation = generation
         self._memory.start_generation(generation)
-        self._start_combines()
-
-    def _start_combines(self) -> None:
-        """Counts combines as the kernels do; one that a later dispatch has seen read by all peers frees its block."""
-        self._combined = self._read_by_all = self.generation << GENERATION_SHIFT
-        self._output_last_read = [0] * self.config.blocks  # the last combine that read each output block
+        self._outputs.start_generation(generation)
+        self._graph_outputs.start_generation(generation)
+        self._unfinished = None
 
     def close(self) -> None:
         """Collective, unless the communicator has failed or is closed: frees the handle. Idempotent.
@@ -78,13 +84,13 @@ class ExpertParallel:
         if self._calls.is_closed:
             return
         if self._runtime.failure is None and not self._runtime.closed:
-            self._run_in_turn(self._closing)
+            self._fifo.call(lambda: self._runtime.run(self._closing), False, self._closing.text)
         self._calls.is_closed = True
         self._memory.free()
 
     def return_workspace(self, workspace: Workspace) -> None:
         """For a `Routing` that ends."""
-        self._workspaces.append(workspace)
+        (self._graph_workspaces if workspace.is_captured else self._workspaces).append(workspace)
 
     # ---- operations
 
@@ -101,19 +107,21 @@ class ExpertParallel:
         """
         topk_idx = self._calls.indices(topk_idx)
         num_tokens, topk = topk_idx.shape
-        workspace = self._workspaces.pop() if self._workspaces else self._new_workspace()
+        is_captured = self._is_capturing("route")
+        workspaces = self._graph_workspaces if is_captured else self._workspaces
+        workspace = workspaces.pop() if workspaces else Workspace(self._target, self.config, is_captured)
         header = workspace.header
         header[protocol.NUM_TOKENS], header[protocol.TOPK] = num_tokens, topk
         header[protocol.INDEX_BYTES] = topk_idx.element_size()
-        workspace.memory.publish(0, Workspace.CALLER_BYTES)
+        workspace.memory.publish(0, Workspace.HEADER_BYTES)
         routing = Routing(self, self._calls, workspace, num_tokens, topk, topk_idx.dtype)
         context, operation = self._binder.route_context, self._binder.route
         if self._runtime.run_beside(context, operation, workspace.address, topk_idx.data_ptr()):
             workspace.memory.refresh()
             raise self._runtime.reject(self._bad_index(topk_idx, header[protocol.BAD_SLOT]))
         if not self._is_latency:
-            run = self._run_in_turn if self._fifo.pending else self._runtime.run
-            if run(self._binder.exchange_counts, workspace.address):
+            exchange = self._binder.exchange_counts
+            if self._fifo.call(lambda: self._runtime.run(exchange, workspace.address), False, exchange.text):
                 raise self._too_many_rows("route", routing)
             routing.place()
         return routing
@@ -127,7 +135,9 @@ class ExpertParallel:
         quantize: Float8 | None = None,
         out: Any = None,
         copy: bool = False,
-    ) -> Received:
+        split: bool = False,
+        async_op: bool = False,
+    ) -> Any:
         """Collective: sends each token's row to the ranks of its experts.
 
         Args:
@@ -138,6 +148,10 @@ class ExpertParallel:
                 packed). `moe.quantize` says what the numbers are. Padding rows and their scales are zeros.
             out: tensor(s) shaped like the result's ``x`` that receive the rows; they are then the result's ``x``.
             copy: put the result into memory of its own instead of lending a receive block.
+            split: return a `Split` once this rank's rows are sent; its ``finish()`` receives.
+            async_op: return a `Work` whose ``result()`` is what would have been returned.
+
+        Returns: a `Received`.
 
         Raises:
             ConfigError, CapacityError: an argument is wrong (before anything is sent; peers raise too).
@@ -150,31 +164,12 @@ class ExpertParallel:
         else:
             tensors, bound = self._calls.quantized_dispatch(x, quantize, routing, weights is not None)
             is_tuple = True
-        for at, tensor in zip(bound.addresses, tensors):
-            bound.table[at] = tensor.data_ptr()
-        bound.memory.publish()
         if out is not None and (routing.is_placed or self.layout_code == protocol.PADDED):
             self._calls.checked(self._calls.results_of_dispatch, out, bound.tensors, routing)  # before anything is sent
-        pool = self._memory.receive
-        lease = pool.take()  # the last one is never lent for longer than a call
-        weights_address = 0 if weights is None else weights.data_ptr()
-        run = self._run_in_turn if self._fifo.pending else self._runtime.run
-        try:
-            if run(bound.operation, routing.workspace.address, bound.memory.address, weights_address, lease.index):
-                raise self._too_many_rows("dispatch", routing)
-        except BaseException:
-            lease.release()  # whoever keeps the exception keeps this frame, and would keep the block
-            raise
-        self._read_by_all = self._combined
-        routing.place()
-        received = Received(self, routing, bound, is_tuple, weights is not None, pool.buffer(lease))
-        if out is None and not copy and pool.free:
-            return received
-        try:
-            results = self._calls.checked(self._calls.results_of_dispatch, out, bound.tensors, routing)
-            return copy_block(received, results)
-        finally:
-            lease.release()
+        if async_op or self._fifo.pending:
+            call = functools.partial(self._dispatch, tensors, bound, is_tuple, routing, weights, out, copy, split)
+            return self._fifo.call(call, async_op, bound.operation.text)
+        return self._dispatch(tensors, bound, is_tuple, routing, weights, out, copy, split)
 
     def combine(
         self,
@@ -185,6 +180,8 @@ class ExpertParallel:
         bias: Any = None,
         out: Any = None,
         reduce: bool = True,
+        split: bool = False,
+        async_op: bool = False,
     ) -> Any:
         """Collective: brings the experts' outputs back to their tokens and sums them.
 
@@ -199,9 +196,12 @@ class ExpertParallel:
             out: result tensor(s); their dtype is the result's (default: y's).
             reduce: False returns every slot's row instead of their sum, [num_tokens, topk, width]; zeros where the
                 index was -1.
+            split: return a `Split` once y is where the peers read it; its ``finish()`` sums. Write to y only then.
+            async_op: return a `Work` whose ``result()`` is what would have been returned.
 
         Returns: [num_tokens, width], or a tuple if y is one. The sum is in float32 (float64: in float64), in slot order
-        (flat: in rank order), and rounded once.
+        (flat: in rank order), and rounded once. With ``wire="rank"`` each rank sums the token's rows that it has, in
+        slot order, and rounds to y's dtype; then these are summed, in rank order, and rounded once more.
         """
         routing = received.routing if isinstance(received, Received) else received
         is_tuple = isinstance(y, (tuple, list))
@@ -210,61 +210,113 @@ class ExpertParallel:
         rows, outs, bound = self._calls.combine(
             y if is_tuple else (y,), routing, weights is not None, bias, outs, reduce
         )
+        if async_op or self._fifo.pending:
+            call = functools.partial(self._combine, rows, outs, bound, is_tuple, routing, weights, split)
+            return self._fifo.call(call, async_op, bound.operation.text)
+        return self._combine(rows, outs, bound, is_tuple, routing, weights, split)
+
+    # ---- an operation's turn
+
+    def _dispatch(self, tensors: Any, bound: Bound, is_tuple: bool, routing: Routing, weights: torch.Tensor | None,
+                  out: Any, copy: bool, split: bool) -> Any:  # fmt: skip
+        self._require_finished("dispatch")
+        for at, tensor in zip(bound.addresses, tensors):
+            bound.table[at] = tensor.data_ptr()
+        bound.memory.publish()
+        pool = self._memory.graph_receive if self._is_capturing("dispatch") else self._memory.receive
+        lease = pool.take()  # the last one is never lent for longer than a call
+        weights_address = 0 if weights is None else weights.data_ptr()
+        words = (routing.workspace.address, bound.memory.address, weights_address, lease.index, 0, split)
+        try:
+            if self._runtime.run(bound.operation, *words):
+                raise self._too_many_rows("dispatch", routing)
+        except BaseException:
+            lease.release()  # whoever keeps the exception keeps this frame, and would keep the block
+            raise
+        if split:
+            second = self._binder.second_half(bound.operation, self._target.dispatch_receive(bound.operation.code))
+            deliver = functools.partial(
+                self._deliver, pool, lease, bound, is_tuple, routing, weights is not None, out, copy
+            )
+            return self._split(second, words, deliver)
+        return self._deliver(pool, lease, bound, is_tuple, routing, weights is not None, out, copy)
+
+    def _deliver(self, pool: BlockPool, lease: Lease, bound: Bound, is_tuple: bool, routing: Routing,
+                 has_weights: bool, out: Any, copy: bool) -> Received:  # fmt: skip
+        """The result of a dispatch that is complete."""
+        self._current_outputs().all_read()
+        routing.place()
+        routing.has_places = True
+        received = Received(self, routing, bound, is_tuple, has_weights, pool.buffer(lease))
+        if out is None and not copy and pool.free:
+            return received
+        try:
+            results = self._calls.checked(self._calls.results_of_dispatch, out, bound.tensors, routing)
+            return copy_block(received, results)
+        finally:
+            lease.release()
+
+    def _combine(self, rows: Any, outs: Any, bound: Bound, is_tuple: bool, routing: Routing,
+                 weights: torch.Tensor | None, split: bool) -> Any:  # fmt: skip
+        self._require_finished("combine")
         for at, row, result in zip(bound.addresses, rows, outs):
             bound.table[at], bound.table[at + _OUT] = row.data_ptr(), result.data_ptr()
         bound.memory.publish()
-        block, stage_after = self._output_of(rows, bound.tensors)
+        outputs = self._current_outputs()
+        block, stage_after = outputs.staging() if bound.is_summed_here else outputs.block_of(rows, bound.tensors)
         weights_address = 0 if weights is None else weights.data_ptr()
-        run = self._run_in_turn if self._fifo.pending else self._runtime.run
-        workspace = routing.workspace.address
-        run(bound.operation, workspace, bound.memory.address, weights_address, block, stage_after)
-        self._combined += 1
-        self._output_last_read[block] = self._combined
-        return tuple(outs) if is_tuple else outs[0]
+        words = (routing.workspace.address, bound.memory.address, weights_address, block, stage_after, split)
+        self._runtime.run(bound.operation, *words)
+        outputs.combined(block)
+        result = tuple(outs) if is_tuple else outs[0]
+        if split:
+            second = self._binder.second_half(bound.operation, self._target.combine_receive(bound.operation.code))
+            kept = (rows, weights, bound.keep)  # the second half reads them
+            return self._split(second, words, lambda: (result, kept)[0])
+        return result
+
+    def _split(self, second: Operation, words: Sequence[int], deliver: Callable[[], Any]) -> Split:
+        """What is left of an operation that has sent."""
+        generation = self.generation
+
+        def receive() -> Any:
+            if self._unfinished is split:
+                self._unfinished = None
+            if self._calls.is_closed or self.generation != generation:
+                raise ClosedError(f"rank {self.rank}: finish of {second.text}: it is from before a reset or close")
+            self._runtime.run(second, *words)
+            return deliver()
+
+        split = Split(lambda: self._fifo.call(receive, False, second.text), second.text)
+        self._unfinished = split
+        return split
+
+    def _require_finished(self, operation: str) -> None:
+        if self._unfinished is not None:
+            raise self._runtime.reject(
+                ConfigError(
+                    f"rank {self.rank}: {operation}: wanted no unfinished split operation on {self.name}, got "
+                    f"{self._unfinished.text}: call its finish() first"
+                )
+            )
 
     # ---- details
 
-    def _run_in_turn(self, operation: Operation, *values: int) -> int:
-        """Runs an operation behind the asynchronous ones that are pending."""
-        status = [0]
+    def _is_capturing(self, operation: str) -> bool:
+        """True during a capture, which only a handle allows that never asks the device for anything."""
+        if not self._target.stream.is_capturing():
+            return False
+        if self.config.host_sync:
+            wanted = "wanted a handle with host_sync=False during a capture, got one with host_sync=True"
+            raise self._runtime.reject(ConfigError(f"rank {self.rank}: {operation}: {wanted}"))
+        return True
 
-        def run() -> None:
-            status[0] = self._runtime.run(operation, *values)
-
-        self._fifo.call(run, None, False, operation.text)
-        return status[0]
+    def _current_outputs(self) -> Outputs:
+        return self._graph_outputs if self._target.stream.is_capturing() else self._outputs
 
     def take_output(self) -> Any:
         """For `Received.output_buffer`: an output block that all peers have read, or None if there is no free one."""
-        pool = self._memory.outputs
-        if self._calls.is_closed:
-            return None
-        still_read = []  # these go back when this returns
-        while pool.free:
-            lease = pool.take()
-            if self._output_last_read[lease.index] <= self._read_by_all:
-                return pool.buffer(lease)
-            still_read.append(lease)
-        return None
-
-    def _output_of(self, rows: Any, tensors: Tensors) -> tuple[int, int]:
-        """(output block, STAGE_AFTER) for y: the block it lies in, or the staging block and when that is free."""
-        pool = self._memory.outputs
-        place = pool.locate(rows[0].data_ptr())
-        if place is not None:
-            start = pool.address + place[0] * pool.block_bytes
-            for row, (_, _, offset) in zip(rows, tensors):
-                if row.data_ptr() != start + offset or not row.is_contiguous():
-                    break
-            else:
-                return place[0], -1
-        staging = self.config.blocks - 1
-        return staging, self._output_last_read[staging]
-
-    def _new_workspace(self) -> Workspace:
-        is_flat = self.layout_code == protocol.FLAT
-        target, config = self._runtime.target, self.config
-        return Workspace(target, config.max_tokens, config.topk, self.num_experts, self.size, is_flat)
+        return None if self._calls.is_closed else self._current_outputs().take()
 
     def _bad_index(self, topk_idx: torch.Tensor, at: int) -> ConfigError:
         token, slot = divmod(at, topk_idx.shape[1])

@@ -13,6 +13,7 @@ from epcomm.moe.blocks import BlockPool
 from epcomm.moe.config import LAYOUTS, Config
 from epcomm.runtime import Runtime
 
+_TAILS = {"": protocol.UNDEFINED, "marked": protocol.MARKED, "zero": protocol.ZERO}
 _PREFAULTED_BLOCKS = 2  # of each kind: a steady loop alternates between at most two
 
 
@@ -29,8 +30,11 @@ class Memory:
         layout = Layout()
         layout.add("words", protocol.NUM_KINDS * size * LINE)
         table = layout.add("count table", 2 * size * (config.num_experts + size) * 4)
-        blocks = layout.add("receive blocks", config.blocks * self.regions.size)
-        outputs = layout.add("output blocks", config.blocks * output_bytes)
+        num_blocks = config.blocks + config.graph_blocks
+        blocks = layout.add("receive blocks", num_blocks * self.regions.size)
+        outputs = layout.add("output blocks", num_blocks * output_bytes)
+        self.arrivals = protocol.arrival_regions(config.most_arrivals, config.topk, row_bytes)
+        arrivals = layout.add("arrivals", self.arrivals.size) if config.is_expanded else 0
         self.layout = layout
         balanced = config.balanced_rows * row_bytes
         prefault = [(0, blocks)]
@@ -40,9 +44,13 @@ class Memory:
                 prefault.append((outputs + i * output_bytes, balanced))
         self.segment = runtime.segment(layout.size, prefault)
         own = self.segment.own
-        self.receive = BlockPool(own, blocks, self.regions.size, config.blocks, num_lent=config.blocks)
-        # the last output block is for staging; the others are lent by output_buffer()
-        self.outputs = BlockPool(own, outputs, output_bytes, config.blocks, num_lent=config.blocks - 1)
+        numbers, of_graphs = range(config.blocks), range(config.blocks, num_blocks)
+        self.receive = BlockPool(own, blocks, self.regions.size, numbers, num_lent=config.blocks)
+        self.graph_receive = BlockPool(own, blocks, self.regions.size, of_graphs, num_lent=config.graph_blocks)
+        # one output block is for staging, in graphs too; the others are lent by output_buffer()
+        self.staging = config.blocks - 1
+        self.outputs = BlockPool(own, outputs, output_bytes, numbers, num_lent=self.staging)
+        self.graph_outputs = BlockPool(own, outputs, output_bytes, of_graphs, num_lent=config.graph_blocks)
         self._tables = [self._private_copy(table) for table in self._placement_tables(config, size)]
         self._bases = self._private_copy(self.segment.bases)
         self._marks = self._target.private(4 * (2 * config.num_experts + size))
@@ -51,6 +59,8 @@ class Memory:
         self._scratch = self._target.private(8 * runtime.num_programs * scratch_words)
         self._state = self._target.private(8 * protocol.STATE_WORDS)
         self.state_address = self._state.address
+        overflow = self._overflow(config)
+        self.drops = overflow != protocol.STOP
         state = self._state.array.view(np.int64)
         for word, value in (
             (protocol.NUM_EXPERTS, config.num_experts),
@@ -75,18 +85,33 @@ class Memory:
             (protocol.SCRATCH, self._scratch.address),
             (protocol.SCRATCH_BYTES, scratch_words * 8),
             (protocol.STREAMING_BYTES, STREAMING_BYTES),
-            (protocol.NUM_BLOCKS, config.blocks),
-            (protocol.NUM_OUTPUTS, config.blocks),
+            (protocol.NUM_BLOCKS, num_blocks),
+            (protocol.NUM_OUTPUTS, num_blocks),
             (protocol.MOST_SOURCES, most_sources),
+            (protocol.IS_BY_RANK, config.is_by_rank),
+            (protocol.ARRIVALS, arrivals),
+            (protocol.ARRIVED_TOKEN, self.arrivals.token),
+            (protocol.ARRIVED_WEIGHT, self.arrivals.weight),
+            (protocol.ARRIVED_PLACE, self.arrivals.place),
+            (protocol.ARRIVED_FACTOR, self.arrivals.factor),
+            (protocol.BLOCK_ROWS, self.capacity),
+            (protocol.OVERFLOW, overflow),
+            (protocol.TAIL, _TAILS[config.tail]),
         ):
             state[word] = value
         self.start_generation(runtime.generation)
 
+    def _overflow(self, config: Config) -> int:
+        if config.overflow == "drop":
+            return protocol.DROP
+        is_known_later = self._target.defers and not config.host_sync
+        return protocol.DROP_AND_TELL if is_known_later else protocol.STOP
+
     def free(self) -> None:
         """Lets go of the segment, which is unmapped when the last tensor on it is gone."""
         del self.segment
-        self.receive.free_arrays()
-        self.outputs.free_arrays()
+        for pool in (self.receive, self.graph_receive, self.outputs, self.graph_outputs):
+            pool.free_arrays()
 
     def _private_copy(self, values: np.ndarray) -> PrivateMemory:
         memory = self._target.private(values.nbytes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from epcomm.kernels.protocol import expert_parallel as protocol
@@ -81,12 +80,22 @@ class Received:
             return None
         if self.ep.layout_code == protocol.FLAT:
             return self._per_row(self.ep.regions.index, self.routing.index_dtype, self.routing.topk)
-        index = torch.full((self.routing.num_rows,), -1, dtype=self.routing.index_dtype)
-        assert self.expert_offsets is not None
-        starts = self.expert_offsets.tolist()
-        for number, count in enumerate(self.expert_counts_list):
-            index[starts[number] : starts[number] + count] = number
-        return index.to(self.ep.device)
+        ends = self._ends()
+        expert = torch.searchsorted(ends, self._row_numbers(), right=True) // self.ep.size
+        return torch.where(self.source_token >= 0, expert, -1).to(self.routing.index_dtype)
+
+    def _row_numbers(self) -> torch.Tensor:
+        return torch.arange(self._rows_shape()[0], device=self.ep.device)
+
+    def _ends(self) -> torch.Tensor:
+        """int64: where the rows of each local expert from each rank end (contiguous), as if none were dropped."""
+        counts = self.routing.received_counts().T.long()
+        totals = counts.sum(dim=1)
+        starts = self._aligned(totals).cumsum(0) - self._aligned(totals)
+        return (starts[:, None] + counts.cumsum(dim=1)).flatten()
+
+    def _aligned(self, counts: torch.Tensor) -> torch.Tensor:
+        return (counts + self.ep.alignment - 1) // self.ep.alignment * self.ep.alignment
 
     @cached_property
     def expert_counts(self) -> torch.Tensor:
@@ -94,22 +103,32 @@ class Received:
         if self.ep.layout_code == protocol.FLAT:
             index = self.topk_idx
             assert index is not None
-            return torch.bincount(index[index >= 0].flatten(), minlength=len(self.ep.local_expert_ids)).int()
-        return torch.from_numpy(self.routing.received_counts().sum(axis=0, dtype=np.int32)).to(self.ep.device)
+            counts = torch.zeros(len(self.ep.local_expert_ids) + 1, dtype=torch.int32, device=self.ep.device)
+            slots = index.flatten().long() + 1
+            return counts.index_add_(0, slots, torch.ones_like(slots, dtype=torch.int32))[1:]
+        counts = self.routing.received_counts().sum(dim=0, dtype=torch.int32)
+        if not self.ep.drops:
+            return counts
+        starts = self._all_offsets()[:-1]
+        return torch.minimum(counts, (self.ep.row_limit - starts).clamp(min=0)).int()
 
     @cached_property
     def expert_counts_list(self) -> list[int]:
-        """`expert_counts` on the host."""
+        """`expert_counts` on the host, which waits for the device."""
         return self.expert_counts.tolist()
+
+    def _all_offsets(self) -> torch.Tensor:
+        """int64 [local experts + 1]: `expert_offsets`, as if no rows were dropped."""
+        aligned = self._aligned(self.routing.received_counts().sum(dim=0, dtype=torch.int64))
+        return torch.nn.functional.pad(aligned.cumsum(0), (1, 0))
 
     @cached_property
     def expert_offsets(self) -> torch.Tensor | None:
         """int32 [local experts + 1]: aligned first row of each local expert, then all rows; contiguous only."""
         if self.ep.layout_code != protocol.CONTIGUOUS:
             return None
-        counts = self.routing.received_counts().sum(axis=0, dtype=np.int64)
-        aligned = -(-counts // self.ep.alignment) * self.ep.alignment
-        return torch.from_numpy(np.concatenate([[0], np.cumsum(aligned)]).astype(np.int32)).to(self.ep.device)
+        offsets = self._all_offsets()
+        return (offsets.clamp(max=self.ep.row_limit) if self.ep.drops else offsets).int()
 
     @property
     def grouped_mm_offs(self) -> torch.Tensor | None:
@@ -124,18 +143,15 @@ class Received:
     @cached_property
     def source_rank(self) -> torch.Tensor:
         """int32: each row's source rank; -1 where there is no row."""
-        ranks = np.arange(self.ep.size, dtype=np.int32)
-        if self.ep.layout_code == protocol.FLAT:
-            return torch.from_numpy(np.repeat(ranks, self.routing.received_tokens())).to(self.ep.device)
-        sources = np.full(self._rows_shape(), -1, dtype=np.int32)
-        starts = None if self.expert_offsets is None else self.expert_offsets.tolist()
-        for number, counts in enumerate(self.routing.received_counts().T):
-            rows = np.repeat(ranks, counts)
-            if starts is None:
-                sources[number, : len(rows)] = rows
-            else:
-                sources[starts[number] : starts[number] + len(rows)] = rows
-        return torch.from_numpy(sources).to(self.ep.device)
+        if self.ep.layout_code == protocol.PADDED:
+            ends = self.routing.received_counts().T.long().cumsum(dim=1)  # of each source's rows, by local expert
+            rows = torch.arange(self._rows_shape()[1], device=self.ep.device).expand(len(ends), -1).contiguous()
+            source = torch.searchsorted(ends, rows, right=True)
+            return torch.where(rows < ends[:, -1:], source, -1).int()
+        flat = self.ep.layout_code == protocol.FLAT
+        ends = self.routing.received_tokens().long().cumsum(0) if flat else self._ends()
+        source = torch.searchsorted(ends, self._row_numbers(), right=True) % self.ep.size
+        return torch.where(self.source_token >= 0, source, -1).int()
 
 
 def copy_block(received: Received, out: tuple[torch.Tensor, ...] | None) -> Received:
@@ -153,8 +169,8 @@ def copy_block(received: Received, out: tuple[torch.Tensor, ...] | None) -> Rece
     if received.topk_weights is not None:
         pairs.append((copied.topk_weights, received.topk_weights))
     for target, source in pairs:
-        if ep.layout_code != protocol.PADDED:
-            target.copy_(source)
+        if ep.layout_code != protocol.PADDED or ep.device.type != "cpu":
+            target.copy_(source)  # on a GPU with what is undefined: it would take a host that waits to tell
             continue
         for number, count in enumerate(received.expert_counts_list):
             target[number, :count] = source[number, :count]

@@ -32,6 +32,7 @@ class Exchange:
     max_tokens: int
     alignment: int
     indices: tuple[torch.Tensor, ...]
+    wire: str = "expert"  # "rank": combine sums a token's rows on each rank first, and rounds
 
     @property
     def size(self) -> int:
@@ -197,7 +198,8 @@ def combined(
         else:
             chosen = torch.where(named, factors[tokens], 0.0)
             total, absolute = chosen.sum(dim=1), chosen.abs().sum(dim=1)
-        exact.index_add_(0, tokens, total[:, None] * values)
+        partial = torch.zeros_like(exact).index_add_(0, tokens, total[:, None] * values)
+        exact += partial.to(output.dtype).double() if exchange.wire == "rank" else partial
         magnitude.index_add_(0, tokens, absolute[:, None] * values.abs())
         again = torch.where(named.sum(dim=1) > 1, absolute, 0.0)
         repeated.index_add_(0, tokens, again[:, None] * values.abs())

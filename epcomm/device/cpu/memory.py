@@ -140,15 +140,20 @@ def copy_bytes(typingctx, destination, source, num_bytes):
     return types.void(types.int64, types.int64, types.int64), codegen
 
 
-@intrinsic
-def zero_bytes(typingctx, destination, num_bytes):
-    """memset to zero."""
+def _memset(byte: int) -> Any:
+    @intrinsic
+    def fill(typingctx, destination, num_bytes):
+        def codegen(context, builder, signature, args):
+            cgutils.memset(builder, pointer(builder, args[0], I8), args[1], byte)
+            return context.get_dummy_value()
 
-    def codegen(context, builder, signature, args):
-        cgutils.memset(builder, pointer(builder, args[0], I8), args[1], 0)
-        return context.get_dummy_value()
+        return types.void(types.int64, types.int64), codegen
 
-    return types.void(types.int64, types.int64), codegen
+    return fill
+
+
+zero_bytes = _memset(0)  # (destination, num_bytes)
+fill_with_ones = _memset(255)  # -1 in every integer
 
 
 def mark_streaming(builder: Any, store: Any) -> None:

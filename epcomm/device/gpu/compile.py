@@ -52,6 +52,14 @@ class Kernel:
         """The arm with these constants."""
         return replace(self, constants={**self.constants, **constants})
 
+    def reporting(self, reports: bool) -> Kernel:
+        """The same, waited for or not."""
+        return replace(self, reports=reports)
+
+    def on_programs(self, programs: Callable[[int], int]) -> Kernel:
+        """An arm that needs other programs."""
+        return replace(self, programs=programs)
+
 
 def kernel(
     name: str,

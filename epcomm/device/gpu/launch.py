@@ -11,11 +11,24 @@ from epcomm.device import control
 from epcomm.device.cpu.launch import load_claim, load_leave
 from epcomm.heap.private import MirroredMemory
 
+#: what a launch that was not waited for has left for the host
+_KNOWN_LATER = {control.CAPACITY: control.CAPACITY_BEFORE, control.BAD_VALUE: control.BAD_VALUE_BEFORE}
 _CONTEXT_WORDS = control.FAILED_PEER, control.FAILED_SITE, control.FAILED_WANTED, control.FAILED_FOUND
 
 
-def launch(ctx: MirroredMemory, args: MirroredMemory, fingerprint: int, run: Callable[[], object]) -> int:
-    """Runs `run`, which launches a kernel, as the next operation of the context; returns a status."""
+def launch(
+    ctx: MirroredMemory,
+    args: MirroredMemory,
+    fingerprint: int,
+    is_captured: bool,
+    reports: bool,
+    run: Callable[[], object],
+) -> int:
+    """Runs `run`, which launches a kernel, as the next operation of the context; returns a status.
+
+    If it `reports`, `run` waits for it. A launch that is captured happens later and any number of times: nothing is
+    counted or known of it here.
+    """
     block = ctx.array.view(np.int64)
     if block[control.IS_CLOSED]:
         return control.CLOSED
@@ -25,15 +38,20 @@ def launch(ctx: MirroredMemory, args: MirroredMemory, fingerprint: int, run: Cal
         failure = _FailureWords(block)
         if status := failure.before_launch():
             return status
-        args.publish()
-        if fingerprint:
+        args.publish_once()
+        if fingerprint and not is_captured:
             block[control.SEQUENCE] += 1  # as the kernel does
         run()
-        return failure.take()
+        return control.OK if is_captured else failure.after_launch(reports)
     except KeyboardInterrupt:
         return control.INTERRUPTED
     finally:
         load_leave()(block.ctypes.data)
+
+
+def status_before(ctx: MirroredMemory) -> int:
+    """Why the next launch of this context would fail: OK, or what earlier ones have left."""
+    return _FailureWords(ctx.array.view(np.int64)).before_launch()
 
 
 class _FailureWords:
@@ -52,8 +70,13 @@ class _FailureWords:
     def before_launch(self) -> int:
         """Why nothing is to be launched: an earlier launch was stopped, or the abort word is up. OK if neither."""
         status = self.take()
+        status = _KNOWN_LATER.get(status, status)
         is_aborted = self._abort.value >> control.GENERATION_SHIFT >= self._context[control.GENERATION]
         return control.ABORTED if status == control.OK and is_aborted else status
+
+    def after_launch(self, reports: bool) -> int:
+        """What is known to have stopped the launch by now; what is for the host later stays unless it `reports`."""
+        return self.take() if reports or self._words[0] not in _KNOWN_LATER else control.OK
 
     def take(self) -> int:
         """The status that stopped a launch since the last `take`, else OK; its details go to the context block."""

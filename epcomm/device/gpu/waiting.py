@@ -54,12 +54,12 @@ def enter(ctx, fingerprint):
     """(number of this program in the order of starting, which CUDA doesn't promise of its ids; status).
 
     The first one begins the operation: it tells the peers what has the next sequence number, unless the fingerprint is
-    0 (send and recv have no sequence). After a failure the host launches nothing.
+    0 (outside of the sequence: send, recv, second halves). After a failure the host launches nothing.
     """
     program = fetch_add(ctx + control.TICKET * 8, 1)
     if program == 0:
+        set_word(ctx, control.FINGERPRINT, fingerprint)
         if fingerprint != 0:
-            set_word(ctx, control.FINGERPRINT, fingerprint)
             _push_header(ctx, word(ctx, control.SEQUENCE) + 1, fingerprint)
     return program, tl.cast(control.OK, tl.int64)
 
@@ -165,6 +165,14 @@ def signal(address, value):
     store_release(address, value)
 
 
+@device
+def tell_host(ctx, status, wanted, found):
+    """Leaves a status for the host, which raises it later; nothing stops."""
+    failure = control_region(ctx, word(ctx, control.RANK)) + control.FAILURE
+    _record(ctx, word(ctx, control.RANK), 0, wanted, found)
+    compare_exchange(failure, control.OK, status)
+
+
 # ---- all peers at once: a lane each, so that eight peers cost no more than one
 
 
@@ -201,7 +209,10 @@ def _at(values, lane, RANKS: tl.constexpr):
 
 @device
 def _first_mismatch(ctx, fingerprint, size, RANKS: tl.constexpr):
-    """(the first rank that calls something else under this sequence number, what it calls); RANKS if none does."""
+    """(the first rank that calls something else under this sequence number, what it calls); RANKS if none does.
+
+    A fingerprint of 0 has no sequence number.
+    """
     sequence = word(ctx, control.SEQUENCE) + 1
     slots = peer(ctx, word(ctx, control.RANK)) + control.HEADERS + (sequence % control.HEADER_RING) * 16
     is_peer = (tl.arange(0, RANKS) < size) & (tl.arange(0, RANKS) != word(ctx, control.RANK))
@@ -209,7 +220,7 @@ def _first_mismatch(ctx, fingerprint, size, RANKS: tl.constexpr):
     found = _load_words(slots + 8, control.HEADER_BYTES, size, RANKS)
     # a peer may be overwriting its entry with a later operation: only unchanged entries count
     is_told = is_told & (_load_words(slots, control.HEADER_BYTES, size, RANKS) == sequence)
-    rank = _first(is_told & (found != fingerprint), RANKS)
+    rank = _first(is_told & (found != fingerprint) & (fingerprint != 0), RANKS)
     return rank, _at(found, rank, RANKS)
 
 

@@ -44,42 +44,61 @@ def push_counts(ctx, state, routing, rank, epoch):
 
 
 @device
+def _place_by_rank(me, size, num_experts, table, base, rank):
+    """Rows that travel by rank lie by source. Returns how many `rank` receives."""
+    rows = 0
+    for source in range(size):
+        if source == me:
+            store32(base + 4 * (num_experts + rank), rows)
+        rows += load32(table + 4 * (source * (num_experts + size) + num_experts + rank))
+    return rows
+
+
+@device
+def _place_by_expert(state, me, size, num_experts, table, base, rank):
+    """Rows of a rank's block lie by local expert, then by source. Returns how many `rank` receives."""
+    layout, alignment = word(state, protocol.LAYOUT), word(state, protocol.ALIGNMENT)
+    order, order_start = word(state, protocol.ORDER), word(state, protocol.ORDER_START)
+    columns, per_expert = num_experts + size, size * word(state, protocol.MAX_TOKENS)
+    start = load32(order_start + 4 * rank)
+    rows = 0
+    for number in range(load32(order_start + 4 * (rank + 1)) - start):
+        expert = load32(order + 4 * (start + number))
+        row = number * per_expert if layout == protocol.PADDED else rows
+        for source in range(size):
+            if source == me:
+                store32(base + 4 * expert, row)
+            row += load32(table + 4 * (source * columns + expert))
+        if layout == protocol.PADDED:
+            rows += row - number * per_expert
+        else:
+            rows = (row + alignment - 1) // alignment * alignment
+    return rows
+
+
+@device
 def place_rows(ctx, state, routing, epoch):
     """Copies the table of `epoch` out and computes where rows go. CAPACITY if some rank's are too many."""
     me, size, num_experts = word(ctx, control.RANK), word(ctx, control.SIZE), word(state, protocol.NUM_EXPERTS)
-    layout, alignment = word(state, protocol.LAYOUT), word(state, protocol.ALIGNMENT)
-    columns = num_experts + size
+    is_flat = word(state, protocol.LAYOUT) == protocol.FLAT
     table, base, rows_of = word(routing, protocol.TABLE), word(routing, protocol.BASE), word(routing, protocol.ROWS_OF)
-    copy_bytes(table, base_of(state, me) + _table(ctx, state, epoch), 4 * size * columns)
-    order, order_start = word(state, protocol.ORDER), word(state, protocol.ORDER_START)
-    per_expert = size * word(state, protocol.MAX_TOKENS)
+    copy_bytes(table, base_of(state, me) + _table(ctx, state, epoch), 4 * size * (num_experts + size))
     most, all_rows = 0, 0
     for rank in range(size):
         rows = 0
-        if layout == protocol.FLAT:
-            for source in range(size):
-                if source == me:
-                    store32(base + 4 * (num_experts + rank), rows)
-                rows += load32(table + 4 * (source * columns + num_experts + rank))
-        else:
-            start = load32(order_start + 4 * rank)
-            for number in range(load32(order_start + 4 * (rank + 1)) - start):
-                expert = load32(order + 4 * (start + number))
-                row = number * per_expert if layout == protocol.PADDED else rows
-                for source in range(size):
-                    if source == me:
-                        store32(base + 4 * expert, row)
-                    row += load32(table + 4 * (source * columns + expert))
-                if layout == protocol.PADDED:
-                    rows += row - number * per_expert
-                else:
-                    rows = (row + alignment - 1) // alignment * alignment
-        store32(rows_of + 4 * rank, rows)
+        if word(state, protocol.IS_BY_RANK):
+            rows = _place_by_rank(me, size, num_experts, table, base, rank)
+            if rank == me:
+                set_word(routing, protocol.NUM_ARRIVED, min(rows, size * word(state, protocol.MAX_TOKENS)))
+        if not is_flat:
+            rows = _place_by_expert(state, me, size, num_experts, table, base, rank)
         most = max(most, rows)
+        rows = min(rows, word(state, protocol.ROW_LIMIT))  # what is dropped doesn't count
+        store32(rows_of + 4 * rank, rows)
         all_rows += rows
     set_word(routing, protocol.MOST_ROWS, most)
     set_word(routing, protocol.TOTAL_ROWS, all_rows)
-    if most > word(state, protocol.ROW_LIMIT):
+    if most > word(state, protocol.ROW_LIMIT) and word(state, protocol.OVERFLOW) == protocol.STOP:
         return control.CAPACITY
     return control.OK
 

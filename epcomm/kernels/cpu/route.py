@@ -21,7 +21,7 @@ def route(ctx, args, program, num_programs):
     wide = word(routing, protocol.INDEX_BYTES) == 8
     experts, positions = word(routing, protocol.EXPERT), word(routing, protocol.POSITION)
     rank_positions, counts = word(routing, protocol.RANK_POSITION), word(routing, protocol.OWN_COUNTS)
-    flat = word(state, protocol.LAYOUT) == protocol.FLAT
+    by_rank = word(state, protocol.IS_BY_RANK)
     # marks: the last token that named the expert, the slot it did so in, and the last token sent to the rank
     marks = word(state, protocol.MARKS)
     slots, rank_marks = marks + 4 * num_experts, marks + 8 * num_experts
@@ -32,7 +32,7 @@ def route(ctx, args, program, num_programs):
         store32(rank_marks + 4 * rank, -1)
         store32(counts + 4 * (num_experts + rank), 0)
     for token in range(num_tokens):
-        if flat:
+        if by_rank:
             for rank in range(size):
                 store32(rank_positions + 4 * (token * size + rank), -1)
         for slot in range(topk):
@@ -56,7 +56,7 @@ def route(ctx, args, program, num_programs):
                 if load32(rank_marks + 4 * rank) != token:
                     store32(rank_marks + 4 * rank, token)
                     count = counts + 4 * (num_experts + rank)
-                    if flat:
+                    if by_rank:
                         store32(rank_positions + 4 * (token * size + rank), load32(count))
                     store32(count, load32(count) + 1)
     return control.OK

@@ -8,16 +8,19 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from epcomm.device import control
 from epcomm.device.cpu.compile import Kernel
 from epcomm.device.cpu.launch import BOUND_WORDS, load_run, load_run_bound
 from epcomm.heap.cpu import Mapping, SymmetricSegment, owned_array
-from epcomm.heap.private import HostMemory
+from epcomm.heap.private import HostMemory, HostStream
 from epcomm.kernels.cpu.allreduce_one_shot import allreduce_one_shot
 from epcomm.kernels.cpu.allreduce_two_shot import allreduce_two_shot
 from epcomm.kernels.cpu.barrier import barrier
 from epcomm.kernels.cpu.combine import combine
+from epcomm.kernels.cpu.combine_receive import combine_receive
 from epcomm.kernels.cpu.counts import exchange_counts
 from epcomm.kernels.cpu.dispatch import dispatch
+from epcomm.kernels.cpu.dispatch_receive import dispatch_receive
 from epcomm.kernels.cpu.exchange import exchange
 from epcomm.kernels.cpu.point_to_point import recv, send
 from epcomm.kernels.cpu.reduction import reduction
@@ -45,7 +48,9 @@ class CpuTarget:
 
     name, kind, transport, device = "cpu", "cpu", "shared_memory", torch.device("cpu")
     runs_on_threads = shares_control = True
-    copy_engine_bytes = 0
+    defers = False
+    copy_engine_bytes, link_speed = 0, 1.0
+    stream = HostStream()
     private, segment, owned_memory = HostMemory, SymmetricSegment, staticmethod(owned_array)
 
     def __init__(self) -> None:
@@ -59,6 +64,9 @@ class CpuTarget:
 
     def prepare(self, kernel: Kernel) -> None:
         kernel.address  # noqa: B018  # compiled when first asked for
+
+    def failure_before(self, ctx: int) -> int:
+        return control.OK  # every launch told its own
 
     def bind(self, ctx: int, kernel: int, args: int, fingerprint: int, values: Sequence[int]) -> Callable[[], int]:
         return _BoundCall((ctx, kernel, args, fingerprint, *values))
@@ -89,15 +97,28 @@ class CpuTarget:
     def exchange_counts(self, num_experts: int, size: int) -> Kernel:
         return exchange_counts
 
-    def dispatch(self, num_experts: int, size: int) -> Kernel:
+    def waited_for(self, kernel: Kernel, is_waited_for: bool) -> Kernel:
+        return kernel
+
+    def dispatch(self, num_experts: int, size: int, is_expanded: bool) -> Kernel:
         return dispatch
 
-    def quantized_dispatch(self, num_experts: int, size: int, dtype: torch.dtype, scales: str) -> None:
+    def quantized_dispatch(
+        self, num_experts: int, size: int, is_expanded: bool, dtype: torch.dtype, scales: str
+    ) -> None:
         return None
 
+    def dispatch_receive(self, kernel: Kernel) -> Kernel:
+        return dispatch_receive
+
     def combine(
-        self, records: np.ndarray, dtypes: Sequence[tuple[torch.dtype, torch.dtype]], size: int
+        self, records: np.ndarray, dtypes: Sequence[tuple[torch.dtype, torch.dtype]], size: int, is_summed_here: bool
     ) -> Kernel:
         for record, (rows, result) in zip(records, dtypes, strict=True):
             record[expert_parallel.T_ROW_SUM] = row_sum(rows, result).address
+            if is_summed_here:
+                record[expert_parallel.T_PARTIAL_SUM] = row_sum(rows, rows).address
         return combine
+
+    def combine_receive(self, kernel: Kernel) -> Kernel:
+        return combine_receive

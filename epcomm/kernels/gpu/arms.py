@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -52,25 +52,34 @@ MORE_REDUCTIONS = tuple((dtype, op) for dtype in (_BF16, _F16, _F32, _F64, *_INT
 
 def arms(everything: bool = False) -> dict[str, Kernel]:
     """Arms by name, such as "dispatch EXPERTS=256 RANKS=8": a representative few, or all that users reach."""
-    found = [*_arms(QUANTIZED, COMBINES, REDUCTIONS)]
+    found = [*_arms(QUANTIZED, COMBINES, REDUCTIONS, everything)]
     if everything:
-        found += _arms(MORE_QUANTIZED, MORE_COMBINES, MORE_REDUCTIONS)
+        found += _arms(MORE_QUANTIZED, MORE_COMBINES, MORE_REDUCTIONS, everything)
     return {name_of(kernel): kernel for kernel in found}  # several operations may share one
 
 
 def _arms(
-    quantized: Iterable[tuple[torch.dtype, str]],
-    combines: Iterable[tuple],
-    reductions: Iterable[tuple[torch.dtype, str]],
+    quantized: Sequence[tuple[torch.dtype, str]],
+    combines: Sequence[tuple],
+    reductions: Sequence[tuple[torch.dtype, str]],
+    everything: bool,
 ) -> Iterator[Kernel]:
     kernels = GpuKernels()
     yield from (kernels.barrier(), kernels.send(), kernels.recv(), kernels.route())
     for extents in EXTENTS:
-        yield from (kernels.exchange_counts(*extents), kernels.dispatch(*extents))
+        yield kernels.exchange_counts(*extents)
+        for is_expanded in (False, True):
+            whole = kernels.dispatch(*extents, is_expanded)
+            yield from (whole, kernels.dispatch_receive(whole))
     for rows in quantized:
-        yield kernels.quantized_dispatch(256, 8, *rows)
+        yield kernels.quantized_dispatch(256, 8, False, *rows)
+    for rows in quantized if everything else quantized[:1]:
+        yield kernels.quantized_dispatch(256, 8, True, *rows)
     for dtypes in combines:
-        yield kernels.combine(_NOTHING, dtypes, 8)
+        yield kernels.combine(_NOTHING, dtypes, 8, False)
+    for dtypes in combines if everything else (combines[0], combines[-1]):
+        by_rank = kernels.combine(_NOTHING, dtypes, 8, True)
+        yield from (by_rank, kernels.combine_receive(by_rank))
     yield kernels.exchange(_NOTHING, None)
     for reduction in reductions:
         yield kernels.reduce(_NOTHING, "one_shot", *reduction)

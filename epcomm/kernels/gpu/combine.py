@@ -1,14 +1,17 @@
 """Combine: every rank reads the expert outputs of its tokens from their owners' output blocks and sums them.
 
-Roles and phases, by program
-  1  the first half: copy their share of y into the output block, unless the experts wrote there; the last to finish
-     raises READY at every peer.
-  2  the second half: wait for every peer's READY, then sum the rows of every n-th token, in slot order (flat: in rank
-     order); the last to finish raises DONE at every peer.
+Roles and phases, by program; n in each
+  1  SUMMED_HERE, with weights: push the weights of every n-th token to the receivers of its rows; the last to finish
+     raises WEIGHTED at every peer.
+  2  copy their share of y into the output block, unless the experts wrote there; SUMMED_HERE: put the sum of every n-th
+     token's rows on this rank there instead. The last to finish raises READY at every peer.
+  3  what `combine_receive` does, here or in a launch of its own.
 
 Edges
+  WAR  the weights of combine e - 1 were read by a peer before it raised READY of e - 1, which this rank waited for.
+  RAW  WEIGHTED: the peer's weights for the rows that this rank received are in the arrivals.
   WAR  DONE, before staging: every peer has read what the output block held before.
-  RAW  READY: the peer's expert outputs are in the output block whose number it carries.
+  RAW  of phase 3: see combine_receive.py.
 """
 
 from __future__ import annotations
@@ -20,10 +23,10 @@ from epcomm.device.gpu.compile import kernel
 from epcomm.device.gpu.machine import device
 from epcomm.device.gpu.memory import copy, load32, set_word, word
 from epcomm.device.gpu.waiting import enter, leave, meet_everyone, wait_for_everyone
+from epcomm.kernels.gpu.combine_receive import sum_rows
 from epcomm.kernels.gpu.counts import base_of, raise_everywhere, signal_word
+from epcomm.kernels.gpu.partial_sums import share_weights, sum_on_this_rank
 from epcomm.kernels.gpu.phases import arrive
-from epcomm.kernels.gpu.row_sum import sum_token, write_slots
-from epcomm.kernels.gpu.rows import num_places
 from epcomm.kernels.protocol import expert_parallel as protocol
 from epcomm.kernels.protocol import sites
 
@@ -50,10 +53,9 @@ def _stage_rows(args, tensors, block, start, num_rows, share, shares):
 
 
 @device
-def _stage(ctx, args, state, routing, tensors, output, share, shares):
+def _stage(ctx, args, state, routing, tensors, block, share, shares):
     """Copies this share of each local expert's rows (contiguous and flat: of all rows) into the output block."""
     me, size = word(ctx, control.RANK), word(ctx, control.SIZE)
-    block = base_of(state, me) + word(state, protocol.OUTPUTS) + output * word(state, protocol.OUTPUT_BYTES)
     if word(state, protocol.LAYOUT) != protocol.PADDED:
         num_rows = load32(word(routing, protocol.ROWS_OF) + 4 * me).to(tl.int64)
         _stage_rows(args, tensors, block, tl.cast(0, tl.int64), num_rows, share, shares)
@@ -71,63 +73,53 @@ def _stage(ctx, args, state, routing, tensors, output, share, shares):
 
 
 @device
-def _combine_token(ctx, state, routing, weights, tensor, token, places, epoch, reduce,
-                   IN: tl.constexpr, OUT: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
-    if reduce:
-        sum_token(ctx, state, routing, weights, tensor, token, places, epoch, IN, OUT, WIDE)
+def _fill_block(ctx, args, fingerprint, state, routing, tensors, output, epoch, share, shares,
+                IN: tl.constexpr, RANKS: tl.constexpr, SUMMED_HERE: tl.constexpr):  # fmt: skip
+    """Phase 2, for what the experts left elsewhere."""
+    me = word(ctx, control.RANK)
+    block = base_of(state, me) + word(state, protocol.OUTPUTS) + output * word(state, protocol.OUTPUT_BYTES)
+    status = _await_readers(ctx, fingerprint, state, epoch - 1, RANKS)
+    if SUMMED_HERE:
+        if (status == control.OK) & (word(args, protocol.HAS_WEIGHTS) != 0):
+            weighted = signal_word(ctx, state, protocol.WEIGHTED, me, 0)
+            status = meet_everyone(ctx, fingerprint, weighted, epoch, sites.COMBINE_WEIGHTED, RANKS)  # RAW
+        if status == control.OK:
+            sum_on_this_rank(ctx, args, state, routing, tensors, block, share, shares, IN)
     else:
-        write_slots(ctx, state, routing, weights, tensor, token, places, epoch, IN, OUT, WIDE)
-
-
-@device
-def _is_wide(tensor, OUT: tl.constexpr):
-    """True if rows, results and biases of a tensor can all be read and written in 16-byte accesses."""
-    bits = word(tensor, protocol.T_ROW_BYTES) | (word(tensor, protocol.T_ELEMENTS) * OUT.itemsize)
-    bits |= word(tensor, protocol.T_OUT) | word(tensor, protocol.T_OUT_STRIDE)
-    bits |= word(tensor, protocol.T_BIAS) | word(tensor, protocol.T_BIAS_STRIDE)
-    return (bits & 15) == 0
-
-
-@device
-def _sum_rows(ctx, args, state, routing, weights, tensors, epoch, share, shares, IN: tl.constexpr, OUT: tl.constexpr):
-    """Phase 2 of one program, after its wait."""
-    places, reduce = num_places(ctx, state, routing), word(args, protocol.REDUCE) != 0
-    for token in range(share, word(routing, protocol.NUM_TOKENS), shares):
-        for i in tl.static_range(len(IN)):
-            tensor = tensors + 8 * protocol.TENSOR_WORDS * i
-            if _is_wide(tensor, OUT[i]):
-                _combine_token(
-                    ctx, state, routing, weights, tensor, token, places, epoch, reduce, IN[i], OUT[i], True
-                )
-            else:
-                _combine_token(
-                    ctx, state, routing, weights, tensor, token, places, epoch, reduce, IN[i], OUT[i], False
-                )
+        if status == control.OK:
+            _stage(ctx, args, state, routing, tensors, block, share, shares)
+    return status
 
 
 @kernel("combine", programs=lambda shares: 2 * shares, max_registers=168)
-def combine(ctx, args, fingerprint, routing, tensors, weights, output, stage_after, c5,
-            IN: tl.constexpr, OUT: tl.constexpr, RANKS: tl.constexpr):  # fmt: skip
+def combine(ctx, args, fingerprint, routing, tensors, weights, output, stage_after, send_only,
+            IN: tl.constexpr, OUT: tl.constexpr, RANKS: tl.constexpr, SUMMED_HERE: tl.constexpr):  # fmt: skip
     """IN and OUT: dtypes of the expert outputs and of the results, one of each per tensor."""
     program, status = enter(ctx, fingerprint)
-    state, shares = word(args, protocol.STATE), tl.num_programs(0) // 2
+    shares = tl.num_programs(0) // (3 if SUMMED_HERE else 2)
+    state, phase, share = word(args, protocol.STATE), program // shares, program % shares
     epoch = word(state, protocol.COMBINE_EPOCH) + 1
-    kind = protocol.READY + (epoch & 1)
-    if program < shares:
+    if SUMMED_HERE:
+        if phase == 0:
+            if word(args, protocol.HAS_WEIGHTS):
+                share_weights(ctx, state, routing, weights, share, shares)
+            if arrive(state, shares):
+                raise_everywhere(ctx, state, protocol.WEIGHTED, epoch, RANKS)
+        phase -= 1
+    if phase == 0:
         if stage_after >= 0:
-            if status == control.OK:
-                status = _await_readers(ctx, fingerprint, state, epoch - 1, RANKS)
-            if status == control.OK:
-                _stage(ctx, args, state, routing, tensors, output, program, shares)
+            status = _fill_block(
+                ctx, args, fingerprint, state, routing, tensors, output, epoch, share, shares, IN, RANKS, SUMMED_HERE
+            )
         if status == control.OK:
             if arrive(state, shares):
-                raise_everywhere(ctx, state, kind, (epoch << protocol.PAYLOAD_BITS) | output, RANKS)
-    else:
-        ready, value = signal_word(ctx, state, kind, word(ctx, control.RANK), 0), epoch << protocol.PAYLOAD_BITS
-        status = meet_everyone(ctx, fingerprint, ready, value, sites.COMBINE_READY, RANKS)  # RAW
-        if status == control.OK:
-            _sum_rows(ctx, args, state, routing, weights, tensors, epoch, program - shares, shares, IN, OUT)
-            if arrive(state, shares):
-                raise_everywhere(ctx, state, protocol.DONE, epoch, RANKS)
+                value = (epoch << protocol.PAYLOAD_BITS) | output
+                raise_everywhere(ctx, state, protocol.READY + (epoch & 1), value, RANKS)
+    elif phase == 1:
+        if send_only == 0:
+            status = sum_rows(
+                ctx, args, fingerprint, state, routing, weights, tensors, epoch, share, shares, IN, OUT, RANKS
+            )
     if leave(ctx, status):
-        set_word(state, protocol.COMBINE_EPOCH, epoch)  # the last to leave: all have read the old one
+        if send_only == 0:
+            set_word(state, protocol.COMBINE_EPOCH, epoch)  # the last to leave: all have read the old one

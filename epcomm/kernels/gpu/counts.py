@@ -13,7 +13,7 @@ from epcomm.device import control
 from epcomm.device.gpu.compile import kernel, one
 from epcomm.device.gpu.machine import device
 from epcomm.device.gpu.memory import copy, set_word, store32, word
-from epcomm.device.gpu.waiting import enter, leave, meet_everyone, signal_everyone
+from epcomm.device.gpu.waiting import enter, leave, meet_everyone, signal_everyone, tell_host
 from epcomm.kernels.protocol import expert_parallel as protocol
 from epcomm.kernels.protocol import sites
 
@@ -53,8 +53,8 @@ def push_counts(ctx, state, routing, rank, epoch):
 
 
 @device
-def _place_flat(table, columns, me, size, num_experts, base, rows_of, RANKS: tl.constexpr):
-    """Rows of a rank lie by source. Returns (the most rows of a rank, all rows)."""
+def _place_by_rank(table, columns, me, size, num_experts, base, RANKS: tl.constexpr):
+    """Rows that travel by rank lie by source. Returns the rows that each rank receives, [RANKS]."""
     rank = tl.arange(0, RANKS)
     is_rank = rank < size
     total, before = tl.zeros((RANKS,), tl.int64), tl.zeros((RANKS,), tl.int64)
@@ -64,8 +64,7 @@ def _place_flat(table, columns, me, size, num_experts, base, rows_of, RANKS: tl.
         before = tl.where(source < me, before + count, before)
         total += count
     tl.store(base.to(tl.pointer_type(tl.int32)) + num_experts + rank, before.to(tl.int32), mask=is_rank)
-    tl.store(rows_of.to(tl.pointer_type(tl.int32)) + rank, total.to(tl.int32), mask=is_rank)
-    return tl.max(total, 0), tl.sum(total, 0)
+    return total
 
 
 @device
@@ -90,7 +89,7 @@ def _place_by_expert(table, columns, me, size, state, base, rows_of, EXPERTS: tl
         is_here = owner == rank
         rows = tl.sum(tl.where(is_here, taken, 0), 0)
         first = tl.where(is_here, first - all_rows, first)
-        store32(rows_of + 4 * rank, rows)
+        store32(rows_of + 4 * rank, tl.minimum(rows, word(state, protocol.ROW_LIMIT)))  # what is dropped doesn't count
         most = tl.maximum(most, rows)
         all_rows += rows
     start = tl.load(word(state, protocol.ORDER_START).to(tl.pointer_type(tl.int32)) + owner, mask=is_expert, other=0)
@@ -110,15 +109,26 @@ def place_rows(ctx, state, routing, epoch, EXPERTS: tl.constexpr, RANKS: tl.cons
     base, rows_of = word(routing, protocol.BASE), word(routing, protocol.ROWS_OF)
     copy(word(routing, protocol.TABLE), table, 4 * size * columns)
     most, all_rows = tl.cast(0, tl.int64), tl.cast(0, tl.int64)
-    if word(state, protocol.LAYOUT) == protocol.FLAT:
-        most, all_rows = _place_flat(table, columns, me, size, num_experts, base, rows_of, RANKS)
-    else:
+    if word(state, protocol.IS_BY_RANK):
+        rows = _place_by_rank(table, columns, me, size, num_experts, base, RANKS)
+        rank = tl.arange(0, RANKS)
+        arrived = tl.minimum(tl.sum(tl.where(rank == me, rows, 0), 0), size * word(state, protocol.MAX_TOKENS))
+        set_word(routing, protocol.NUM_ARRIVED, arrived)
+        most, all_rows = tl.max(rows, 0), tl.sum(rows, 0)
+        kept = tl.minimum(rows, word(state, protocol.ROW_LIMIT)).to(tl.int32)
+        tl.store(rows_of.to(tl.pointer_type(tl.int32)) + rank, kept, mask=rank < size)
+    if word(state, protocol.LAYOUT) != protocol.FLAT:
+        tl.debug_barrier()  # the ranks' rows by expert are written after those by rank
         most, all_rows = _place_by_expert(table, columns, me, size, state, base, rows_of, EXPERTS)
     set_word(routing, protocol.MOST_ROWS, most)
     set_word(routing, protocol.TOTAL_ROWS, all_rows)
     status = tl.cast(control.OK, tl.int64)
-    if most > word(state, protocol.ROW_LIMIT):
-        status = tl.cast(control.CAPACITY, tl.int64)
+    limit, overflow = word(state, protocol.ROW_LIMIT), word(state, protocol.OVERFLOW)
+    if most > limit:
+        if overflow == protocol.STOP:
+            status = tl.cast(control.CAPACITY, tl.int64)
+        elif overflow == protocol.DROP_AND_TELL:
+            tell_host(ctx, control.CAPACITY, most, limit)
     return status
 
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 
@@ -21,7 +22,7 @@ from epcomm.device.cpu.launch import CALL_WORDS
 from epcomm.device.gpu.compile import LEADING, Kernel
 from epcomm.device.gpu.launch import launch
 from epcomm.device.gpu.machine import INTERPRETED
-from epcomm.errors import ConfigError, UnsupportedError
+from epcomm.errors import CapacityError, ConfigError, UnsupportedError
 from epcomm.heap.cpu import Allgather, Mapping
 from epcomm.heap.cuda import CudaSegment, LentMemory, register_host_memory, unregister_host_memory
 from epcomm.heap.cuda_symmetric import SymmetricCudaSegment, SymmetricGroup
@@ -34,6 +35,10 @@ _LEAST_TRITON, _LEAST_CAPABILITY = (3, 6), (8, 0)
 _NVLINK_BYTES_PER_SECOND = 450e9  # per direction of a Hopper GPU, NVIDIA's data sheet
 #: staging without kernels: its copies take 75 us at NVLink's speed, beside two barriers of some us each
 _COPY_ENGINE_BYTES = 32 << 20
+#: NVLink per direction and memory, bytes per second, by the first number of the compute capability: NVIDIA's data
+#: sheets of A100 SXM 80 GB, H100 SXM and B200
+_BANDWIDTHS = {8: (300e9, 2039e9), 9: (450e9, 3350e9), 10: (900e9, 8000e9)}
+_KEPT_BYTES = 4 << 20  # of parameters of captured calls; a call has some hundred
 _SM_BYTES_PER_SECOND = 20e9  # that one multiprocessor copies to a peer: DeepEP fills NVLink with 20 to 24 of them
 
 
@@ -65,16 +70,49 @@ def require_cuda(device: torch.device) -> torch.device:
     return torch.device("cuda", index)
 
 
+class CudaStream:
+    """The current stream, whichever that is: see `heap.private.Stream`.
+
+    What captured work reads is kept in pinned memory, made in advance: none can be allocated during a capture.
+    """
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(_KEPT_BYTES, dtype=torch.uint8, pin_memory=True)
+        self._used = 0
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def enqueue(self, work: Callable[[], object]) -> None:
+        work()
+
+    def kept(self, part: np.ndarray) -> torch.Tensor:
+        start = self._used
+        if start + part.size > self._memory.numel():
+            raise CapacityError(
+                f"captures: wanted at most {_KEPT_BYTES} bytes of captured calls' parameters per communicator, got more"
+            )
+        self._used = align_up(start + part.size, 16)
+        kept = self._memory[start : start + part.size]
+        kept.numpy()[:] = part
+        return kept
+
+
 class CudaTarget(GpuTarget):
     """See `kernels.target.Target`."""
 
     name, transport = "cuda", "peer_memory"
     runs_on_threads = shares_control = False
+    defers = True
 
     def __init__(self, device: torch.device, sm_budget: int | None = None):
         self.device = require_cuda(device)
         self.kind = torch.cuda.get_device_name(self.device) + " with sm_budget=0" * (sm_budget == 0)
         self.copy_engine_bytes = _COPY_ENGINE_BYTES if sm_budget == 0 else 0
+        major = torch.cuda.get_device_capability(self.device)[0]
+        links, memory = _BANDWIDTHS.get(major, _BANDWIDTHS[max(_BANDWIDTHS)])
+        self.link_speed = links / memory
+        self.stream = CudaStream()
         self._num_programs = 1
         self._group: SymmetricGroup | None = None
 
@@ -91,7 +129,7 @@ class CudaTarget(GpuTarget):
         weakref.finalize(self, unregister_host_memory, addresses).atexit = False
 
     def private(self, num_bytes: int) -> MirroredMemory:
-        return MirroredMemory(num_bytes, self.device)
+        return MirroredMemory(num_bytes, self.device, self.stream)
 
     def segment(
         self, rank: int, num_bytes: int, prefault: Any, allgather: Allgather
@@ -122,11 +160,13 @@ class CudaTarget(GpuTarget):
     def launch(self, ctx: MirroredMemory, kernel: Kernel, args: MirroredMemory, fingerprint: int, *words: int) -> int:
         numbers = (ctx.address, args.address, fingerprint, *map(int, words), *[0] * (CALL_WORDS - len(words)))
 
+        is_captured = self.stream.is_capturing()
+
         def run() -> None:
             with torch.cuda.device(self.device):
                 grid = (kernel.programs(self._num_programs),)
                 kernel.function[grid](*numbers, **kernel.options, **kernel.constants)
-                if kernel.reports and not torch.cuda.is_current_stream_capturing():
+                if kernel.reports and not is_captured:
                     torch.cuda.current_stream().synchronize()
 
-        return launch(ctx, args, fingerprint, run)
+        return launch(ctx, args, fingerprint, is_captured, kernel.reports, run)

@@ -2,16 +2,17 @@
 
 Roles and phases, by program
   1  the first: grant a block to every peer (in latency mode with this rank's counts); wait for every peer's grant.
-  2  all others but the last: copy the rows of every n-th token, read once for all their places (or quantise them on the
-     way: SCALES says to which scales, X what they are), and zero the padding of every n-th local expert in this rank's
-     own block; the last of them to finish raises ROWS at every peer.
-  3  the last: wait for every peer's ROWS, and for DONE of the last combine.
+  2  the next n: copy the rows of every n-th token, read once for all their places (or quantise them on the way: SCALES
+     says to which scales, X what they are), and zero the padding of every n-th local expert in this rank's own block;
+     the last of them to finish raises ROWS at every peer.
+  3  the others: what `dispatch_receive` does, here or in a launch of its own.
+
+EXPANDED: rows travel by rank and go to the peer's arrivals; the grant is one of those, too.
 
 Edges
-  WAR  GRANT: the receiver's block is free. It carries the block's number.
+  WAR  GRANT: the receiver's block, and its arrivals, are free. It carries the block's number.
   RAW  GRANT, latency mode: the peer's counts are in the table (its parity: see counts.py).
-  RAW  ROWS: the peer's rows for this rank are delivered.
-  WAR  DONE: the peer has read the output blocks of earlier combines; they may be written again.
+  RAW, WAR  of phase 3: see dispatch_receive.py.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ from epcomm.device.gpu.memory import (
     word,
     zero_bytes,
 )
-from epcomm.device.gpu.waiting import enter, leave, meet_everyone, wait_for_everyone
-from epcomm.kernels.gpu.counts import base_of, place_rows, push_counts, raise_everywhere, signal_word
+from epcomm.device.gpu.waiting import enter, leave, meet_everyone
+from epcomm.kernels.gpu.counts import place_rows, push_counts, raise_everywhere, signal_word
+from epcomm.kernels.gpu.dispatch_receive import receive_rows
 from epcomm.kernels.gpu.phases import announce, arrive, follow
 from epcomm.kernels.gpu.quantized_rows import NARROW_TILE_BLOCKS, TILE_BLOCKS, send_quantized_row
-from epcomm.kernels.gpu.rows import granted_block, num_places, place, slot_weight
+from epcomm.kernels.gpu.rows import destination, is_dropped, num_places, own_block, place, slot_weight
 from epcomm.kernels.protocol import expert_parallel as protocol
 from epcomm.kernels.protocol import sites
 
@@ -69,7 +71,8 @@ def _is_wide(tensor):
 
 
 @device
-def _send_row(ctx, state, routing, tensor, token, places, epoch, WIDE: tl.constexpr, TILE: tl.constexpr):
+def _send_row(ctx, state, routing, tensor, token, places, epoch,
+              EXPANDED: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
     """Copies a token's row of one tensor to all its places."""
     num_bytes, offset = word(tensor, protocol.T_ROW_BYTES), word(tensor, protocol.T_OFFSET)
     source = word(tensor, protocol.T_ADDRESS) + token * word(tensor, protocol.T_STRIDE)
@@ -78,9 +81,9 @@ def _send_row(ctx, state, routing, tensor, token, places, epoch, WIDE: tl.conste
         left = tl.minimum(num_bytes - start, TILE)
         tile = load_tile(source + start, 0, left, WIDE, TILE)
         for k in range(places):
-            rank, row = place(ctx, state, routing, token, k)
+            rank, row = place(ctx, state, routing, token, k, word(state, protocol.IS_BY_RANK))
             if rank >= 0:
-                to = granted_block(ctx, state, rank, epoch) + offset + row * num_bytes
+                to = destination(ctx, state, rank, epoch, EXPANDED) + offset + row * num_bytes
                 store_tile(to + start, 0, left, tile, WIDE, TILE)
         start += TILE
 
@@ -112,24 +115,47 @@ def _describe_slots(ctx, state, routing, weights, token, rank, row, block):
 
 
 @device
-def _describe_rows(ctx, state, routing, weights, token, places, epoch):
-    """Writes what goes with a token's rows: which token it is, weights, and in flat layout the slots."""
-    layout = word(state, protocol.LAYOUT)
-    for k in range(places):
-        rank, row = place(ctx, state, routing, token, k)
-        if rank >= 0:
-            block = granted_block(ctx, state, rank, epoch)
-            store32(block + word(state, protocol.TOKEN_REGION) + 4 * row, token)
-            if layout == protocol.FLAT:
-                _describe_slots(ctx, state, routing, weights, token, rank, row, block)
-            elif layout == protocol.CONTIGUOUS:
-                if weights != 0:
-                    weight = slot_weight(routing, weights, token, k)
-                    store_float(block + word(state, protocol.WEIGHT_REGION) + 4 * row, weight)
+def _describe_arrival(state, routing, weights, token, rank, row, arrivals):
+    """What the receiver needs to expand a row: the places of the token's experts there, and their weights."""
+    topk, base = word(routing, protocol.TOPK), word(routing, protocol.BASE)
+    store32(arrivals + word(state, protocol.ARRIVED_TOKEN) + 4 * row, token)
+    for slot in range(topk):
+        at = 4 * (token * topk + slot)
+        expert = load32(word(routing, protocol.EXPERT) + at).to(tl.int64)
+        to, there = 4 * (row * topk + slot), tl.cast(-1, tl.int32)
+        if expert >= 0:
+            if load32(word(state, protocol.OWNER) + 4 * expert) == rank:
+                there = load32(base + 4 * expert) + load32(word(routing, protocol.POSITION) + at)
+                if is_dropped(state, there):
+                    there = tl.cast(-1, tl.int32)
+                elif weights != 0:
+                    weight = slot_weight(routing, weights, token, slot)
+                    store_float(arrivals + word(state, protocol.ARRIVED_WEIGHT) + to, weight)
+        store32(arrivals + word(state, protocol.ARRIVED_PLACE) + to, there)
 
 
 @device
-def _zero_padding(state, routing, tensors, num_tensors, me, size, at, block):
+def _describe_rows(ctx, state, routing, weights, token, places, epoch, EXPANDED: tl.constexpr):
+    """Writes what goes with a token's rows: which token it is, weights, and by rank the slots."""
+    layout = word(state, protocol.LAYOUT)
+    for k in range(places):
+        rank, row = place(ctx, state, routing, token, k, word(state, protocol.IS_BY_RANK))
+        if rank >= 0:
+            block = destination(ctx, state, rank, epoch, EXPANDED)
+            if EXPANDED:
+                _describe_arrival(state, routing, weights, token, rank, row, block)
+            else:
+                store32(block + word(state, protocol.TOKEN_REGION) + 4 * row, token)
+                if layout == protocol.FLAT:
+                    _describe_slots(ctx, state, routing, weights, token, rank, row, block)
+                elif layout == protocol.CONTIGUOUS:
+                    if weights != 0:
+                        weight = slot_weight(routing, weights, token, k)
+                        store_float(block + word(state, protocol.WEIGHT_REGION) + 4 * row, weight)
+
+
+@device
+def _zero_padding(state, routing, tensors, num_tensors, me, size, at, block, EXPANDED: tl.constexpr):
     """Contiguous layout: zeroes the rows between the last one of an expert of this rank and its aligned end."""
     num_experts, alignment = word(state, protocol.NUM_EXPERTS), word(state, protocol.ALIGNMENT)
     table = word(routing, protocol.TABLE)
@@ -142,63 +168,84 @@ def _zero_padding(state, routing, tensors, num_tensors, me, size, at, block):
         if source >= me:
             row += rows
     padding = (alignment - count % alignment) % alignment
+    padding = tl.maximum(tl.minimum(padding, word(state, protocol.ROW_LIMIT) - row), 0)
     for i in range(num_tensors):
         tensor = tensors + 8 * protocol.TENSOR_WORDS * i
         num_bytes = word(tensor, protocol.T_ROW_BYTES)
-        zero_bytes(block + word(tensor, protocol.T_OFFSET) + row * num_bytes, padding * num_bytes)
+        offset = word(tensor, protocol.T_EXPANDED) if EXPANDED else word(tensor, protocol.T_OFFSET)
+        zero_bytes(block + offset + row * num_bytes, padding * num_bytes)
     zero_bytes(block + word(state, protocol.WEIGHT_REGION) + 4 * row, 4 * padding)
     for i in range(padding):
         store32(block + word(state, protocol.TOKEN_REGION) + 4 * (row + i), -1)
 
 
 @device
+def _mark_tail(state, routing, tensors, num_tensors, me, block, share, shares, EXPANDED: tl.constexpr):
+    """Marks every n-th row of this rank's block past its last one, or zeroes them too."""
+    first, is_flat = load32(word(routing, protocol.ROWS_OF) + 4 * me), word(state, protocol.LAYOUT) == protocol.FLAT
+    topk, item = word(routing, protocol.TOPK), word(routing, protocol.INDEX_BYTES)
+    for row in range(first + share, word(state, protocol.BLOCK_ROWS), shares):
+        store32(block + word(state, protocol.TOKEN_REGION) + 4 * row, -1)
+        if is_flat:
+            for slot in range(topk):
+                at = row * topk + slot
+                if item == 8:
+                    set_word(block + word(state, protocol.INDEX_REGION), at, -1)
+                else:
+                    store32(block + word(state, protocol.INDEX_REGION) + 4 * at, -1)
+                store_float(block + word(state, protocol.WEIGHT_REGION) + 4 * at, 0.0)
+        else:
+            store_float(block + word(state, protocol.WEIGHT_REGION) + 4 * row, 0.0)
+        if word(state, protocol.TAIL) == protocol.ZERO:
+            for i in range(num_tensors):
+                tensor = tensors + 8 * protocol.TENSOR_WORDS * i
+                num_bytes = word(tensor, protocol.T_ROW_BYTES)
+                offset = word(tensor, protocol.T_EXPANDED) if EXPANDED else word(tensor, protocol.T_OFFSET)
+                zero_bytes(block + offset + row * num_bytes, num_bytes)
+
+
+@device
 def _send(ctx, args, state, routing, tensors, weights, block, epoch, share, shares,
-          X: tl.constexpr, SCALES: tl.constexpr):  # fmt: skip
+          X: tl.constexpr, SCALES: tl.constexpr, EXPANDED: tl.constexpr):  # fmt: skip
     """Phase 2 of one program."""
     me, size, num_tensors = word(ctx, control.RANK), word(ctx, control.SIZE), word(args, protocol.NUM_TENSORS)
-    places = num_places(ctx, state, routing)
+    places = num_places(ctx, routing, word(state, protocol.IS_BY_RANK))
     for token in range(share, word(routing, protocol.NUM_TOKENS), shares):
         if SCALES is None:
             for i in range(num_tensors):
                 tensor = tensors + 8 * protocol.TENSOR_WORDS * i
                 if _is_wide(tensor):
-                    _send_row(ctx, state, routing, tensor, token, places, epoch, True, TILE_BYTES)
+                    _send_row(ctx, state, routing, tensor, token, places, epoch, EXPANDED, True, TILE_BYTES)
                 else:
-                    _send_row(ctx, state, routing, tensor, token, places, epoch, False, NARROW_TILE_BYTES)
+                    _send_row(ctx, state, routing, tensor, token, places, epoch, EXPANDED, False, NARROW_TILE_BYTES)
         elif _is_wide(tensors):
-            send_quantized_row(ctx, state, routing, tensors, token, places, epoch, X, SCALES, True, TILE_BLOCKS)
+            send_quantized_row(
+                ctx, state, routing, tensors, token, places, epoch, X, SCALES, EXPANDED, True, TILE_BLOCKS
+            )
         else:
-            send_quantized_row(ctx, state, routing, tensors, token, places, epoch, X, SCALES, False, NARROW_TILE_BLOCKS)
-        _describe_rows(ctx, state, routing, weights, token, places, epoch)
+            send_quantized_row(
+                ctx, state, routing, tensors, token, places, epoch, X, SCALES, EXPANDED, False, NARROW_TILE_BLOCKS
+            )
+        _describe_rows(ctx, state, routing, weights, token, places, epoch, EXPANDED)
     if word(state, protocol.LAYOUT) == protocol.CONTIGUOUS:
         if word(state, protocol.ALIGNMENT) > 1:
-            own = base_of(state, me) + word(state, protocol.BLOCKS) + block * word(state, protocol.BLOCK_BYTES)
-            starts = word(state, protocol.ORDER_START)
+            own, starts = own_block(ctx, state, block), word(state, protocol.ORDER_START)
             first, end = load32(starts + 4 * me), load32(starts + 4 * (me + 1))
             for at in range(first + share, end, shares):
-                _zero_padding(state, routing, tensors, num_tensors, me, size, tl.cast(at, tl.int64), own)
-
-
-@device
-def _finish(ctx, fingerprint, state, epoch, RANKS: tl.constexpr):
-    """Phase 3."""
-    me, combined = word(ctx, control.RANK), word(state, protocol.COMBINE_EPOCH)
-    if combined == word(ctx, control.GENERATION) << control.GENERATION_SHIFT:
-        combined = tl.cast(0, tl.int64)  # there was no combine in this generation
-    delivered, done = signal_word(ctx, state, protocol.ROWS, me, 0), signal_word(ctx, state, protocol.DONE, me, 0)
-    status = wait_for_everyone(ctx, fingerprint, delivered, epoch, sites.DISPATCH_ROWS, RANKS)  # RAW
-    if status == control.OK:
-        status = wait_for_everyone(ctx, fingerprint, done, combined, sites.DISPATCH_READ, RANKS)  # WAR
-    return status
+                _zero_padding(state, routing, tensors, num_tensors, me, size, tl.cast(at, tl.int64), own, EXPANDED)
+    if word(state, protocol.TAIL) != protocol.UNDEFINED:
+        own = own_block(ctx, state, block)
+        _mark_tail(state, routing, tensors, num_tensors, me, own, share, shares, EXPANDED)
 
 
 @kernel("dispatch", programs=lambda shares: shares + 2, reports=True)
-def dispatch(ctx, args, fingerprint, routing, tensors, weights, block, c4, c5,
-             EXPERTS: tl.constexpr, RANKS: tl.constexpr, X: tl.constexpr, SCALES: tl.constexpr):  # fmt: skip
+def dispatch(ctx, args, fingerprint, routing, tensors, weights, block, c4, send_only, EXPERTS: tl.constexpr,
+             RANKS: tl.constexpr, X: tl.constexpr, SCALES: tl.constexpr, EXPANDED: tl.constexpr):  # fmt: skip
     """Ends with CAPACITY on all ranks, before any row is sent, if some rank's rows are too many."""
     program, status = enter(ctx, fingerprint)
-    state, shares = word(args, protocol.STATE), tl.num_programs(0) - 2
-    me, epoch = word(ctx, control.RANK), word(state, protocol.DISPATCH_EPOCH) + 1
+    shares = (tl.num_programs(0) - 1) // 2 if EXPANDED else tl.num_programs(0) - 2
+    state, me = word(args, protocol.STATE), word(ctx, control.RANK)
+    epoch = word(state, protocol.DISPATCH_EPOCH) + 1
     if program == 0:
         if status == control.OK:
             latency = word(args, protocol.LATENCY) != 0
@@ -208,10 +255,15 @@ def dispatch(ctx, args, fingerprint, routing, tensors, weights, block, c4, c5,
         status = follow(ctx, fingerprint, state, protocol.DISPATCH_PHASE, epoch, me, sites.DISPATCH_GRANT)
         if status == control.OK:
             if program <= shares:
-                _send(ctx, args, state, routing, tensors, weights, block, epoch, program - 1, shares, X, SCALES)
+                _send(
+                    ctx, args, state, routing, tensors, weights, block, epoch, program - 1, shares, X, SCALES, EXPANDED
+                )
                 if arrive(state, shares):
                     raise_everywhere(ctx, state, protocol.ROWS, epoch, RANKS)
-            else:
-                status = _finish(ctx, fingerprint, state, epoch, RANKS)
+            elif send_only == 0:
+                share, receivers = program - 1 - shares, tl.num_programs(0) - 1 - shares
+                status = receive_rows(
+                    ctx, args, fingerprint, state, routing, tensors, block, epoch, share, receivers, RANKS, EXPANDED
+                )
     if leave(ctx, status):
         set_word(state, protocol.DISPATCH_EPOCH, epoch)  # the last to leave: all have read the old one

@@ -18,6 +18,7 @@ from epcomm.device.gpu.multimem import EMULATED_BASE
 from epcomm.errors import UnsupportedError
 from epcomm.heap.cpu import Mapping, SymmetricSegment, owned_array
 from epcomm.heap.private import MirroredMemory
+from epcomm.kernels.gpu.replay import ReplayStream
 from epcomm.kernels.gpu.target import GpuTarget
 
 _COPY_ENGINE_BYTES = 64 << 10  # so that little data is several pieces
@@ -31,12 +32,14 @@ class InterpretedTarget(GpuTarget):
     """
 
     name, transport, device = "interpreter", "shared_memory", torch.device("cpu")
-    runs_on_threads, shares_control = False, True
+    runs_on_threads, shares_control, link_speed = False, True, 1.0
+    defers = True
     segment, owned_memory = SymmetricSegment, staticmethod(owned_array)
 
     def __init__(self, num_programs: int = 2, *, multicast: bool = False, sm_budget: int | None = None):
         if not INTERPRETED:
             raise UnsupportedError("Triton was imported as a compiler: set TRITON_INTERPRET=1 before its first import")
+        self.stream = ReplayStream()
         self._num_programs, self._multicast = num_programs, EMULATED_BASE if multicast else 0
         self.copy_engine_bytes = _COPY_ENGINE_BYTES if sm_budget == 0 else 0
         self.kind = "cpu" + " with multicast" * multicast + " with sm_budget=0" * (sm_budget == 0)
@@ -51,7 +54,7 @@ class InterpretedTarget(GpuTarget):
         pass
 
     def private(self, num_bytes: int) -> MirroredMemory:
-        return MirroredMemory(num_bytes, torch.device("cpu"))
+        return MirroredMemory(num_bytes, torch.device("cpu"), self.stream)
 
     def prepare(self, kernel: Kernel) -> None:
         pass  # it is interpreted
@@ -59,4 +62,8 @@ class InterpretedTarget(GpuTarget):
     def launch(self, ctx: MirroredMemory, kernel: Kernel, args: MirroredMemory, fingerprint: int, *words: int) -> int:
         numbers = (ctx.address, args.address, fingerprint, *map(int, words), *[0] * (CALL_WORDS - len(words)))
         grid = (kernel.programs(self._num_programs),)
-        return launch(ctx, args, fingerprint, lambda: kernel.function[grid](*numbers, **kernel.constants))
+
+        def run() -> None:
+            self.stream.enqueue(lambda: kernel.function[grid](*numbers, **kernel.constants))
+
+        return launch(ctx, args, fingerprint, self.stream.is_capturing(), kernel.reports, run)

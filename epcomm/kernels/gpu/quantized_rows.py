@@ -10,7 +10,7 @@ import triton.language as tl
 
 from epcomm.device.gpu.machine import device, widened
 from epcomm.device.gpu.memory import word
-from epcomm.kernels.gpu.rows import granted_block, place
+from epcomm.kernels.gpu.rows import destination, place
 from epcomm.kernels.protocol import expert_parallel as protocol
 
 BLOCK = tl.constexpr(128)  # columns that share a scale
@@ -37,8 +37,8 @@ _SUBNORMAL_ROUNDER_BITS = tl.constexpr(0x46800000)
 
 
 @device
-def send_quantized_row(ctx, state, routing, tensors, token, places, epoch,
-                       X: tl.constexpr, SCALES: tl.constexpr, WIDE: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
+def send_quantized_row(ctx, state, routing, tensors, token, places, epoch, X: tl.constexpr, SCALES: tl.constexpr,
+                       EXPANDED: tl.constexpr, WIDE: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
     """Sends a token's row, of X, as float8 and scales: the first two records of `tensors` are of those."""
     record = tensors + 8 * protocol.TENSOR_WORDS  # of the scales
     hidden, offset = word(tensors, protocol.T_ROW_BYTES), word(tensors, protocol.T_OFFSET)
@@ -53,9 +53,9 @@ def send_quantized_row(ctx, state, routing, tensors, token, places, epoch,
         else:
             first_scale = start // BLOCK * 4
         for k in range(places):
-            rank, row = place(ctx, state, routing, token, k)
+            rank, row = place(ctx, state, routing, token, k, word(state, protocol.IS_BY_RANK))
             if rank >= 0:
-                block = granted_block(ctx, state, rank, epoch)
+                block = destination(ctx, state, rank, epoch, EXPANDED)
                 _store(block + offset + row * hidden + start, codes, left, WIDE, BLOCKS)
                 to = block + scale_offset + row * scale_bytes + first_scale
                 _store_scales(to, scales, left, scale_bytes - first_scale, SCALES, BLOCKS)

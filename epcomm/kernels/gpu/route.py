@@ -12,7 +12,7 @@ from epcomm.device import control
 from epcomm.device.gpu.compile import all_programs, kernel
 from epcomm.device.gpu.machine import device
 from epcomm.device.gpu.memory import set_word, store32, word
-from epcomm.device.gpu.waiting import enter, leave
+from epcomm.device.gpu.waiting import enter, leave, tell_host
 from epcomm.kernels.protocol import expert_parallel as protocol
 
 TOKENS = tl.constexpr(128)  # that are looked at together
@@ -57,16 +57,16 @@ def _route_expert(expert, index, wide, num_tokens, topk, experts, positions, cou
 
 @device
 def _route_none(index, wide, num_tokens, topk, num_experts, experts):
-    """Marks the slots without expert; returns the first slot whose index is out of range, or -1."""
+    """Marks the slots without expert, and those whose index is out of range; returns the first of these, or -1."""
     num_slots = num_tokens * topk
     bad = num_slots
     start = tl.cast(0, tl.int64)
     while start < num_slots:
         at = start + tl.arange(0, TOKENS)
         expert = _load_index(index, at, at < num_slots, wide)
-        is_none = (at < num_slots) & (expert == -1)
-        tl.store(experts.to(tl.pointer_type(tl.int32)) + at, tl.full((TOKENS,), -1, tl.int32), mask=is_none)
         is_bad = (expert < -1) | (expert >= num_experts)
+        is_none = (at < num_slots) & ((expert == -1) | is_bad)
+        tl.store(experts.to(tl.pointer_type(tl.int32)) + at, tl.full((TOKENS,), -1, tl.int32), mask=is_none)
         bad = tl.minimum(bad, tl.min(tl.where(is_bad, at, num_slots), 0))
         start += TOKENS
     return tl.where(bad < num_slots, bad, -1)
@@ -74,7 +74,7 @@ def _route_none(index, wide, num_tokens, topk, num_experts, experts):
 
 @device
 def _route_rank(rank, index, wide, num_tokens, topk, num_experts, owner, rank_positions, size, counts):
-    """Numbers the tokens that go to any expert of `rank`; in flat layout (`rank_positions` != 0) each is one row."""
+    """Numbers the tokens that go to any expert of `rank`; by rank (`rank_positions` != 0) each is one row."""
     count = tl.cast(0, tl.int64)
     start = tl.cast(0, tl.int64)
     while start < num_tokens:
@@ -105,7 +105,7 @@ def route(ctx, args, fingerprint, routing, index, c2, c3, c4, c5):
     wide = word(routing, protocol.INDEX_BYTES) == 8
     experts, counts = word(routing, protocol.EXPERT), word(routing, protocol.OWN_COUNTS)
     rank_positions = tl.cast(0, tl.int64)
-    if word(state, protocol.LAYOUT) == protocol.FLAT:
+    if word(state, protocol.IS_BY_RANK):
         rank_positions = word(routing, protocol.RANK_POSITION)
     if status == control.OK:
         for item in range(program, num_experts + size + 1, tl.num_programs(0)):
@@ -119,5 +119,6 @@ def route(ctx, args, fingerprint, routing, index, c2, c3, c4, c5):
                 bad = _route_none(index, wide, num_tokens, topk, num_experts, experts)
                 if bad >= 0:
                     set_word(routing, protocol.BAD_SLOT, bad)
+                    tell_host(ctx, control.BAD_VALUE, bad, topk)
                     status = tl.cast(control.BAD_VALUE, tl.int64)
     leave(ctx, status)

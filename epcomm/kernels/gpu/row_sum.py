@@ -45,7 +45,7 @@ def _whole(num_elements, DTYPE: tl.constexpr):
 
 
 @device
-def sum_token(ctx, state, routing, weights, tensor, token, places, epoch,
+def sum_token(ctx, state, routing, weights, tensor, token, places, by_rank, epoch,
               IN: tl.constexpr, OUT: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """out[token] = the weighted sum of the token's rows of one tensor, and its bias."""
     ACC: tl.constexpr = tl.float64 if IN == tl.float64 else tl.float32
@@ -57,7 +57,7 @@ def sum_token(ctx, state, routing, weights, tensor, token, places, epoch,
     while start < elements:
         total = tl.zeros((TILE,), ACC)
         for k in range(places):
-            rank, row = place(ctx, state, routing, token, k)
+            rank, row = place(ctx, state, routing, token, k, by_rank)
             if rank >= 0:
                 source = output_block(ctx, state, rank, epoch) + offset + row * row_bytes
                 values = widened(load_elements(source, start, elements, IN, WIDE, TILE), ACC)
@@ -85,7 +85,7 @@ def write_slots(ctx, state, routing, weights, tensor, token, places, epoch,
         out = word(tensor, protocol.T_OUT) + at * word(tensor, protocol.T_OUT_STRIDE)
         expert = tl.load((word(routing, protocol.EXPERT) + 4 * at).to(tl.pointer_type(tl.int32))).to(tl.int64)
         first = tl.where(expert < -1, -2 - expert, slot)  # the slot that first named the same expert
-        rank, row = place(ctx, state, routing, token, first)
+        rank, row = place(ctx, state, routing, token, first, False)
         start = tl.cast(0, tl.int64)
         while start < elements:
             values = tl.zeros((TILE,), ACC)

@@ -1,7 +1,6 @@
 """Where a token's rows are: the place at a rank that dispatch writes and combine reads, and the weight of each.
 
-In flat layout a token has a row for each rank it goes to (`k` is the rank), in the others one for each expert (`k` is
-the slot).
+By rank a token has a row for each rank it goes to (`k` is the rank), else one for each expert (`k` is the slot).
 """
 
 from __future__ import annotations
@@ -16,31 +15,42 @@ from epcomm.kernels.protocol import expert_parallel as protocol
 
 
 @device
-def num_places(ctx, state, routing):
+def is_dropped(state, row):
+    """True for a row of a receive block past its limit, in a handle that drops those."""
+    return (row >= word(state, protocol.ROW_LIMIT)) & (word(state, protocol.LAYOUT) != protocol.PADDED)
+
+
+@device
+def num_places(ctx, routing, by_rank):
     """How many rows a token can have: `k` below this."""
     places = word(routing, protocol.TOPK)
-    if word(state, protocol.LAYOUT) == protocol.FLAT:
+    if by_rank:
         places = word(ctx, control.SIZE)
     return places
 
 
 @device
-def place(ctx, state, routing, token, k):
-    """(rank, row there) of a token's k-th row; the rank is -1 if there is none."""
+def place(ctx, state, routing, token, k, by_rank):
+    """(rank, row there) of a token's k-th row; the rank is -1 if there is none, or it is dropped."""
     rank, row = tl.cast(-1, tl.int64), tl.cast(0, tl.int64)
     base = word(routing, protocol.BASE)
-    if word(state, protocol.LAYOUT) == protocol.FLAT:
+    if by_rank:
         size = word(ctx, control.SIZE)
         position = load32(word(routing, protocol.RANK_POSITION) + 4 * (token * size + k))
         if position >= 0:
             rank = tl.cast(k, tl.int64)
             row = (load32(base + 4 * (word(state, protocol.NUM_EXPERTS) + k)) + position).to(tl.int64)
+            if word(state, protocol.LAYOUT) == protocol.FLAT:
+                if is_dropped(state, row):
+                    rank = tl.cast(-1, tl.int64)
     else:
         at = 4 * (token * word(routing, protocol.TOPK) + k)
         expert = load32(word(routing, protocol.EXPERT) + at).to(tl.int64)
         if expert >= 0:
             rank = load32(word(state, protocol.OWNER) + 4 * expert).to(tl.int64)
             row = (load32(base + 4 * expert) + load32(word(routing, protocol.POSITION) + at)).to(tl.int64)
+            if is_dropped(state, row):
+                rank = tl.cast(-1, tl.int64)
     return rank, row
 
 
@@ -64,10 +74,32 @@ def _block(ctx, state, kind, rank, num_blocks):
 
 
 @device
+def own_block(ctx, state, block):
+    """Address of receive block `block` of this rank."""
+    own = base_of(state, word(ctx, control.RANK))
+    return own + word(state, protocol.BLOCKS) + block * word(state, protocol.BLOCK_BYTES)
+
+
+@device
+def arrivals_of(state, rank):
+    """Address of `rank`'s arrivals."""
+    return base_of(state, rank) + word(state, protocol.ARRIVALS)
+
+
+@device
 def granted_block(ctx, state, rank, epoch):
     """Address of the receive block that `rank` granted for this epoch."""
     block = _block(ctx, state, protocol.GRANT + (epoch & 1), rank, word(state, protocol.NUM_BLOCKS))
     return base_of(state, rank) + word(state, protocol.BLOCKS) + block * word(state, protocol.BLOCK_BYTES)
+
+
+@device
+def destination(ctx, state, rank, epoch, EXPANDED: tl.constexpr):
+    """Where rows for `rank` go: its arrivals, if it expands what arrives, else the block that it granted."""
+    if EXPANDED:
+        return arrivals_of(state, rank)
+    else:
+        return granted_block(ctx, state, rank, epoch)
 
 
 @device

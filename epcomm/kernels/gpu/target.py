@@ -11,15 +11,18 @@ import numpy as np
 import torch
 import triton
 
-from epcomm.device.gpu.compile import Kernel
+from epcomm.device.gpu.compile import Kernel, all_programs
 from epcomm.device.gpu.dtypes import triton_dtype
+from epcomm.device.gpu.launch import status_before
 from epcomm.kernels.gpu.allreduce_multimem import allreduce_multimem
 from epcomm.kernels.gpu.allreduce_one_shot import allreduce_one_shot
 from epcomm.kernels.gpu.allreduce_two_shot import allreduce_two_shot
 from epcomm.kernels.gpu.barrier import barrier
 from epcomm.kernels.gpu.combine import combine
+from epcomm.kernels.gpu.combine_receive import combine_receive
 from epcomm.kernels.gpu.counts import exchange_counts
 from epcomm.kernels.gpu.dispatch import dispatch
+from epcomm.kernels.gpu.dispatch_receive import dispatch_receive
 from epcomm.kernels.gpu.exchange import NO_REDUCTION, exchange
 from epcomm.kernels.gpu.point_to_point import recv, send
 from epcomm.kernels.gpu.reduction import reduction_constants
@@ -53,20 +56,37 @@ class GpuKernels:
     def exchange_counts(self, num_experts: int, size: int) -> Kernel:
         return exchange_counts.made_for(**_extents(num_experts, size))
 
-    def dispatch(self, num_experts: int, size: int) -> Kernel:
-        return dispatch.made_for(**_extents(num_experts, size), X=None, SCALES=None)
+    def waited_for(self, kernel: Kernel, is_waited_for: bool) -> Kernel:
+        return kernel.reporting(is_waited_for)
 
-    def quantized_dispatch(self, num_experts: int, size: int, dtype: torch.dtype, scales: str) -> Kernel:
-        return dispatch.made_for(**_extents(num_experts, size), X=triton_dtype(dtype), SCALES=scales)
+    def dispatch(self, num_experts: int, size: int, is_expanded: bool) -> Kernel:
+        return self._dispatch(num_experts, size, is_expanded, X=None, SCALES=None)
+
+    def quantized_dispatch(
+        self, num_experts: int, size: int, is_expanded: bool, dtype: torch.dtype, scales: str
+    ) -> Kernel:
+        return self._dispatch(num_experts, size, is_expanded, X=triton_dtype(dtype), SCALES=scales)
+
+    def _dispatch(self, num_experts: int, size: int, is_expanded: bool, **rows: Any) -> Kernel:
+        arm = dispatch.made_for(**_extents(num_experts, size), **rows, EXPANDED=is_expanded)
+        return arm.on_programs(lambda shares: 2 * shares + 1) if is_expanded else arm
+
+    def dispatch_receive(self, kernel: Kernel) -> Kernel:
+        arm = dispatch_receive.made_for(**{name: kernel.constants[name] for name in ("RANKS", "EXPANDED")})
+        return arm.on_programs(all_programs) if kernel.constants["EXPANDED"] else arm
 
     def combine(
-        self, records: np.ndarray, dtypes: Sequence[tuple[torch.dtype, torch.dtype]], size: int
+        self, records: np.ndarray, dtypes: Sequence[tuple[torch.dtype, torch.dtype]], size: int, is_summed_here: bool
     ) -> Kernel:
         for pair in dtypes:
             check_row_sum(*pair)
         rows, results = zip(*dtypes)
         dtypes_of = {"IN": tuple(map(triton_dtype, rows)), "OUT": tuple(map(triton_dtype, results))}
-        return combine.made_for(**dtypes_of, RANKS=triton.next_power_of_2(size))
+        arm = combine.made_for(**dtypes_of, RANKS=triton.next_power_of_2(size), SUMMED_HERE=is_summed_here)
+        return arm.on_programs(lambda shares: 3 * shares) if is_summed_here else arm
+
+    def combine_receive(self, kernel: Kernel) -> Kernel:
+        return combine_receive.made_for(**{name: kernel.constants[name] for name in ("IN", "OUT", "RANKS")})
 
 
 class GpuTarget(GpuKernels, ABC):
@@ -75,6 +95,9 @@ class GpuTarget(GpuKernels, ABC):
     @abstractmethod
     def launch(self, ctx: Any, kernel: Kernel, args: Any, fingerprint: int, *words: int) -> int:
         """See `kernels.target.Target`; words that are not given are 0."""
+
+    def failure_before(self, ctx: Any) -> int:
+        return status_before(ctx)
 
     def bind(self, ctx: Any, kernel: Kernel, args: Any, fingerprint: int, values: Sequence[int]) -> Callable[[], int]:
         return functools.partial(self.launch, ctx, kernel, args, fingerprint, *values)

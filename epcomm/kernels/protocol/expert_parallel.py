@@ -3,6 +3,10 @@
 A handle's symmetric segment holds signal words, the exchanged counts, receive blocks (written by peers) and output
 blocks (read by peers). Words that carry a payload, and the counts they describe, exist twice by epoch parity; every
 rank waits for every peer in each operation, so no one is ever more than one epoch ahead.
+
+*By rank* a row travels once per (token, rank). In flat layout that is what the caller gets. In the others (``wire=
+"rank"``) it travels through the *arrivals*, one more block: dispatch expands what arrived into the receive block, a row
+per (token, expert), and combine sums those rows per (token, rank), weighted, before they travel back.
 """
 
 from __future__ import annotations
@@ -21,7 +25,8 @@ GRANT = 2  # (2, by parity) epoch << PAYLOAD_BITS | receive block that the sende
 ROWS = 4  # all rows of a dispatch are delivered
 READY = 5  # (2, by parity) epoch << PAYLOAD_BITS | output block that holds the expert outputs
 DONE = 7  # all rows of a combine were read
-NUM_KINDS = 8
+WEIGHTED = 8  # combine by rank: the weights of the rows that this rank sent are at their receiver
+NUM_KINDS = 9
 PAYLOAD_BITS = 8
 PAYLOAD_MASK = (1 << PAYLOAD_BITS) - 1
 
@@ -43,21 +48,34 @@ DISPATCH_PHASE, COMBINE_PHASE = 26, 27  # epoch << PAYLOAD_BITS | status of prog
 STREAMING_BYTES = 28  # rows go past the caches when all ranks together move more
 NUM_BLOCKS, NUM_OUTPUTS = 29, 30
 MOST_SOURCES = 31  # rows that one token's sum can have: of its slots or ranks, and a bias
-STATE_WORDS = 32
+IS_BY_RANK = 32  # 1 if dispatched rows travel once per (token, rank)
+ARRIVALS = 33  # offset of the arrivals
+ARRIVED_TOKEN, ARRIVED_WEIGHT, ARRIVED_PLACE, ARRIVED_FACTOR = 34, 35, 36, 37  # offsets of their regions
+BLOCK_ROWS = 38  # that a receive block has room for
+OVERFLOW = 39  # what happens to rows past ROW_LIMIT, see below
+TAIL = 40  # what a receive block's rows past its last are, see below
+STATE_WORDS = 41
+
+# ---- more rows for a rank than ROW_LIMIT, which all ranks see alike
+STOP, DROP, DROP_AND_TELL = range(3)  # nothing is sent; they aren't sent; they aren't, and the host is told later
+# ---- rows that are behind the last one of a block whose shape doesn't depend on how many there are
+UNDEFINED, MARKED, ZERO = range(3)  # marked: of no token, without experts and weights; zero: zeros, too
 
 # ---- routing block (words), private memory; arrays are int32
 NUM_TOKENS, TOPK, INDEX_BYTES = 0, 1, 2
 EXPERT = 3  # address of [tokens, topk]: expert; -1 none; -2 - j: the same expert as slot j of this token
 POSITION = 4  # address of [tokens, topk]: the row's place among this rank's rows for that expert
-RANK_POSITION = 5  # address of [tokens, size]: the token's place among this rank's rows for that rank, or -1 (flat)
+RANK_POSITION = 5  # address of [tokens, size]: the token's place among this rank's rows for that rank, or -1 (by rank)
 OWN_COUNTS = 6  # address of [num_experts + size]: rows per expert, then tokens per rank
 TABLE = 7  # address of [size, num_experts + size]: everyone's counts, once exchanged
-BASE = 8  # address of [num_experts + size]: receiver's row of this rank's first row, per expert (flat: per rank)
+BASE = 8  # address of [num_experts + size]: receiver's row of this rank's first row, per expert and per rank
 ROWS_OF = 9  # address of [size]: rows of each rank's receive block
 MOST_ROWS = 10  # the largest of them: what a capacity error asks for
 TOTAL_ROWS = 11  # rows that all ranks receive
 BAD_SLOT = 12  # first index out of range
-ROUTING_WORDS = 13
+NUM_ARRIVED = 13  # rows that this rank receives by rank
+PLACES = 14  # address of [arrivals, topk]: receive block's row of each slot of what arrived, or -1; set by dispatch
+ROUTING_WORDS = 15
 
 # ---- parameter block
 STATE = 7
@@ -67,13 +85,18 @@ ROW_BYTES_TOTAL = 9
 ROUTING, TENSORS, WEIGHTS, BLOCK = 0, 1, 2, 3  # call words: addresses, and the block this rank grants or outputs in
 INDEX = 1  # route: address of topk_idx
 STAGE_AFTER = 4  # combine: copy y into the block once this epoch's combine was read by all; -1: y is in the block
+SEND_ONLY = 5  # 1: the operation's second half, which receives, is launched later
 REDUCE = 10  # combine: 1 sums a token's rows, 0 writes one row per slot
-NUM_WORDS = 12
+BY_RANK = 12  # 1 if this operation's rows travel once per (token, rank)
+HAS_WEIGHTS = 13  # 1 if there are weights, on all ranks: the address of no tokens' weights may be 0
+NUM_WORDS = 14
 
 # ---- tensors table: one record per tensor of x (dispatch) or y (combine)
-T_ADDRESS, T_STRIDE, T_ROW_BYTES, T_OFFSET = 0, 1, 2, 3  # bytes; offset of its rows in a block
-T_OUT, T_OUT_STRIDE, T_ELEMENTS, T_ROW_SUM, T_BIAS, T_BIAS_STRIDE = 4, 5, 6, 7, 8, 9  # combine only
-TENSOR_WORDS = 10
+T_ADDRESS, T_STRIDE, T_ROW_BYTES, T_OFFSET = 0, 1, 2, 3  # bytes; offset of its rows in the block that they travel to
+T_EXPANDED = 4  # dispatch by rank: offset of its rows in the receive block, once expanded
+T_OUT, T_OUT_STRIDE, T_ELEMENTS, T_ROW_SUM, T_BIAS, T_BIAS_STRIDE = 5, 6, 7, 8, 9, 10  # combine only
+T_PARTIAL_SUM = 11  # combine by rank: what sums a token's rows on one rank
+TENSOR_WORDS = 12
 MAX_TENSORS = 16
 
 
@@ -96,6 +119,31 @@ def block_regions(layout: int, capacity: int, topk: int, row_bytes: int) -> Bloc
         token=regions.add("token", capacity * 4),
         weight=regions.add("weight", 0 if layout == PADDED else capacity * per_row * 4),
         index=regions.add("index", capacity * topk * 8 if layout == FLAT else 0),
+        rows=regions.add("rows", rows_bytes(capacity, row_bytes)),
+        size=align_up(regions.size, PAGE),
+    )
+
+
+@dataclass(frozen=True)
+class ArrivalRegions:
+    """Byte offsets in the arrivals."""
+
+    token: int  # [capacity] int32: the row's token on its source rank
+    weight: int  # float32 [capacity, topk]: delivered with the rows
+    place: int  # int32 [capacity, topk]: the receive block's row of each slot's expert, or -1
+    factor: int  # float32 [capacity, topk]: combine's weights
+    rows: int
+    size: int
+
+
+def arrival_regions(capacity: int, topk: int, row_bytes: int) -> ArrivalRegions:
+    """Where the arrivals keep `capacity` rows of `row_bytes` and what describes them."""
+    regions = Layout()
+    return ArrivalRegions(
+        token=regions.add("token", capacity * 4),
+        weight=regions.add("weight", capacity * topk * 4),
+        place=regions.add("place", capacity * topk * 4),
+        factor=regions.add("factor", capacity * topk * 4),
         rows=regions.add("rows", rows_bytes(capacity, row_bytes)),
         size=align_up(regions.size, PAGE),
     )

@@ -12,7 +12,7 @@ EXCHANGE_SENT, EXCHANGE_TAKEN = 5, 6
 MESSAGE_SENT, MESSAGE_TAKEN = 7, 8
 ROUTE_COUNTS = 9
 DISPATCH_GRANT, DISPATCH_ROWS, DISPATCH_READ = 10, 11, 12
-COMBINE_READ, COMBINE_READY = 13, 14
+COMBINE_READ, COMBINE_READY, COMBINE_WEIGHTED = 13, 14, 15
 
 _TEXTS = {
     BARRIER: "to enter the barrier",
@@ -28,6 +28,7 @@ _TEXTS = {
     DISPATCH_ROWS: "to deliver its rows (RAW)",
     DISPATCH_READ: "to finish reading the last combine's rows (WAR)",
     COMBINE_READ: "to finish reading the output block (WAR)",
+    COMBINE_WEIGHTED: "to send the weights of its rows (RAW)",
     COMBINE_READY: "to finish its expert outputs (RAW)",
 }
 
