@@ -16,6 +16,10 @@ _HOMES = {
     "Work": "work",
     "ExpertParallel": "moe.expert_parallel",
     "Float8": "moe.quantize",
+    "MXFP8": "moe.quantize",
+    "NVFP4": "moe.quantize",
+    "Placement": "moe.placement",
+    "rebalance": "moe.placement",
     "errors": "errors",
 }
 _ON_DEFAULT_COMMUNICATOR = (

@@ -22,14 +22,14 @@ class Memory:
 
     def __init__(self, runtime: Runtime, config: Config):
         self._target, size, layout_code = runtime.target, runtime.size, LAYOUTS[config.layout]
-        row_bytes = config.hidden * config.dtype.itemsize
+        row_bytes = config.row_bytes
         self.capacity = config.capacity
         self.row_limit = config.max_recv_rows or self.capacity
         self.regions = protocol.block_regions(layout_code, self.capacity, config.topk, row_bytes)
         output_bytes = protocol.rows_bytes(self.capacity, row_bytes)
         layout = Layout()
         layout.add("words", protocol.NUM_KINDS * size * LINE)
-        table = layout.add("count table", 2 * size * (config.num_experts + size) * 4)
+        table = layout.add("count table", 2 * size * (config.most_physical + size) * 4)
         num_blocks = config.blocks + config.graph_blocks
         blocks = layout.add("receive blocks", num_blocks * self.regions.size)
         outputs = layout.add("output blocks", num_blocks * output_bytes)
@@ -51,19 +51,20 @@ class Memory:
         self.staging = config.blocks - 1
         self.outputs = BlockPool(own, outputs, output_bytes, numbers, num_lent=self.staging)
         self.graph_outputs = BlockPool(own, outputs, output_bytes, of_graphs, num_lent=config.graph_blocks)
-        self._tables = [self._private_copy(table) for table in self._placement_tables(config, size)]
+        experts = config.most_physical
+        self._tables = [self._target.private(4 * length) for length in (experts, experts, experts, size + 1)]
         self._bases = self._private_copy(self.segment.bases)
-        self._marks = self._target.private(4 * (2 * config.num_experts + size))
+        self._marks = self._target.private(4 * (2 * experts + size))
         most_sources = max(config.topk, size) + 1
-        scratch_words = 2 * (1 + 5 * most_sources)  # two records of combine
-        self._scratch = self._target.private(8 * runtime.num_programs * scratch_words)
+        # rows that are quantised lie there on CPUs; GPUs have them in registers
+        scratch_bytes = protocol.scratch_bytes(most_sources, row_bytes if self._target.runs_on_threads else 0)
+        self._scratch = self._target.private(runtime.num_programs * scratch_bytes)
         self._state = self._target.private(8 * protocol.STATE_WORDS)
         self.state_address = self._state.address
         overflow = self._overflow(config)
         self.drops = overflow != protocol.STOP
         state = self._state.array.view(np.int64)
         for word, value in (
-            (protocol.NUM_EXPERTS, config.num_experts),
             (protocol.MAX_TOKENS, config.max_tokens),
             (protocol.LAYOUT, layout_code),
             (protocol.ALIGNMENT, config.alignment),
@@ -83,7 +84,7 @@ class Memory:
             (protocol.ORDER_START, self._tables[3].address),
             (protocol.MARKS, self._marks.address),
             (protocol.SCRATCH, self._scratch.address),
-            (protocol.SCRATCH_BYTES, scratch_words * 8),
+            (protocol.SCRATCH_BYTES, scratch_bytes),
             (protocol.STREAMING_BYTES, STREAMING_BYTES),
             (protocol.NUM_BLOCKS, num_blocks),
             (protocol.NUM_OUTPUTS, num_blocks),
@@ -99,6 +100,7 @@ class Memory:
             (protocol.TAIL, _TAILS[config.tail]),
         ):
             state[word] = value
+        self.set_placement(config)
         self.start_generation(runtime.generation)
 
     def _overflow(self, config: Config) -> int:
@@ -119,11 +121,20 @@ class Memory:
         memory.publish()
         return memory
 
+    def set_placement(self, config: Config) -> None:
+        """Kernels launched from now on find experts where `config` has them; none may be running."""
+        for memory, table in zip(self._tables, self._placement_tables(config, config.size), strict=True):
+            memory.array[: table.nbytes] = table.view(np.uint8)
+            memory.publish(0, table.nbytes)
+        self._state.array.view(np.int64)[protocol.NUM_EXPERTS] = config.num_physical
+        # no other word: on a device they have gone on since the host wrote them
+        self._state.publish(8 * protocol.NUM_EXPERTS, 8 * (protocol.NUM_EXPERTS + 1))
+
     @staticmethod
     def _placement_tables(config: Config, size: int) -> tuple[np.ndarray, ...]:
-        """int32: owner and local number by expert; experts by (owner, local number); where each rank's start there."""
-        by_rank = [config.experts_of(rank) for rank in range(size)]
-        local = np.zeros(config.num_experts, dtype=np.int32)
+        """int32, of physical experts: owner; local number; all, by these two; where each rank's start among those."""
+        by_rank = [config.physical_of(rank) for rank in range(size)]
+        local = np.zeros(config.num_physical, dtype=np.int32)
         for experts in by_rank:
             local[experts] = np.arange(len(experts))
         starts = np.cumsum([0] + [len(experts) for experts in by_rank])

@@ -143,16 +143,16 @@ class Placement:
         token's number modulo the replicas. Pass the rank as `offset`, lest all ranks begin alike.
 
         Negative values stay. Those from `num_experts` on stay or become `num_physical`: still out of range. Nothing
-        waits for the device, but the first call on one copies tables there: do it before a CUDA graph is captured.
+        waits for the device, but the first call on one copies tables there: `prepare` before a CUDA graph is captured.
         The result is `topk_idx` itself if physical and logical numbers are the same.
         """
         where = "Placement.to_physical"
         if not isinstance(topk_idx, torch.Tensor) or topk_idx.dim() != 2 or topk_idx.dtype not in INDEX_DTYPES:
             raise _wrong(where, "topk_idx", "int32 or int64 [num_tokens, topk]", describe(topk_idx))
         start = _integer(where, "offset", offset, 0) * _GOLDEN & _MASK
-        if self._is_identity:
+        if self.is_identity:
             return topk_idx
-        counts, table = self._tables(topk_idx.device)
+        counts, table, _ = self._tables(topk_idx.device)
         is_known = (topk_idx >= 0) & (topk_idx < self.num_experts)
         expert = torch.where(is_known, topk_idx, 0).long()
         # A token's point in [0, 2**32), of which each replica takes an equal part. Nothing overflows 64 bits.
@@ -161,6 +161,15 @@ class Placement:
         physical = table[expert, replica].to(topk_idx.dtype)
         unknown = torch.where(topk_idx < 0, topk_idx, topk_idx.clamp(min=self.num_physical))
         return torch.where(is_known, physical, unknown)
+
+    def to_logical_counts(self, counts: torch.Tensor) -> torch.Tensor:
+        """Sums over replicas: of int32 or int64 [num_physical], int64 [num_experts] on the same device."""
+        logical = self._tables(counts.device)[2]
+        return counts.new_zeros(self.num_experts, dtype=torch.int64).index_add_(0, logical, counts.long())
+
+    def prepare(self, device: torch.device) -> None:
+        """Copies tables to the device, which `to_physical` and `to_logical_counts` else do when first called there."""
+        self._tables(device)
 
     @cached_property
     def _replicas(self) -> list[list[int]]:
@@ -171,21 +180,23 @@ class Placement:
         return [replicas[expert] for expert in range(len(replicas))]
 
     @cached_property
-    def _is_identity(self) -> bool:
+    def is_identity(self) -> bool:
+        """True if physical and logical numbers are the same: no replicas, and experts in order."""
         return list(itertools.chain(*self.experts)) == list(range(self.num_physical))
 
     @cached_property
-    def _tables_on(self) -> dict[torch.device, tuple[torch.Tensor, torch.Tensor]]:
+    def _tables_on(self) -> dict[torch.device, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         return {}
 
-    def _tables(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """On the device: numbers of replicas, and for each expert its replicas in the order of their parts."""
+    def _tables(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """On the device: replica_counts; each expert's replicas in the order of their parts; physical_to_logical."""
         if device not in self._tables_on:
             table = self.logical_to_physical
             for expert, replicas in enumerate(self._replicas):
                 # Were each expert's first part its lowest rank's, the first token would load low ranks only.
                 table[expert, : len(replicas)] = torch.tensor(replicas).roll(expert)
-            self._tables_on[device] = self.replica_counts.to(device), table.to(device)
+            tables = self.replica_counts, table, self.physical_to_logical
+            self._tables_on[device] = tables[0].to(device), tables[1].to(device), tables[2].to(device)
         return self._tables_on[device]
 
 
