@@ -16,6 +16,8 @@ from epcomm.kernels.protocol.collectives import collective_regions
 from epcomm.kernels.target import Target
 from epcomm.moe.config import make_config
 from epcomm.moe.expert_parallel import ExpertParallel
+from epcomm.moe.hierarchical import HierarchicalExpertParallel, check_nodes
+from epcomm.moe.placement import Placement
 from epcomm.runtime import Runtime
 from epcomm.work import Fifo, Work
 
@@ -232,7 +234,7 @@ class Communicator:
         mode: str = "throughput",
         layout: str | None = None,
         alignment: int = 1,
-        placement: Sequence[int] | None = None,
+        placement: Placement | Sequence[int] | None = None,
         max_recv_rows: int | None = None,
         blocks: int = 3,
         wire: str = "auto",
@@ -240,7 +242,9 @@ class Communicator:
         graph_blocks: int = 2,
         overflow: str = "raise",
         zero_tail: bool = False,
-    ) -> ExpertParallel:
+        track_load: bool = False,
+        nodes: Sequence[int] | None = None,
+    ) -> Any:
         """Collective: a handle for the dispatch and combine of one shape of MoE layer.
 
         Args:
@@ -251,7 +255,8 @@ class Communicator:
             layout: how received rows lie. "contiguous" (throughput's default): [rows, hidden] grouped by local expert,
                 each group padded with zero rows to a multiple of `alignment`. "padded" (latency's): [local experts,
                 size * max_tokens, hidden], each expert's rows from 0 on. "flat": [rows, hidden], one row per token.
-            placement: rank of each expert; default: contiguous blocks whose sizes differ by at most 1.
+            placement: rank of each expert, or a `Placement`: any number of experts per rank, and replicas, among which
+                tokens are spread. Default: contiguous blocks whose sizes differ by at most 1.
             max_recv_rows: rows of a receive block; default: the worst case (memory is taken only as it is used).
             wire: "expert" sends a row once per (token, expert), straight to its place. "rank" sends it once per (token,
                 rank), copies it to its experts' places there, and sums their outputs there before they travel back (see
@@ -266,36 +271,43 @@ class Communicator:
                 graph is replayed.
             overflow: "raise" or "drop" the rows past `max_recv_rows`: combine leaves them out. Not in padded layout.
             zero_tail: with host_sync=False, rows past the last one are zeros.
+            track_load: keep `ExpertParallel.load`, the tokens of all ranks per expert.
+            nodes: the node of each rank, any integers. A row then goes once to each node that has experts of its token,
+                and is forwarded there: see `epcomm.moe.hierarchical`. Throughput mode only.
+
+        Returns: an `ExpertParallel`; with nodes a `HierarchicalExpertParallel`, which has the same operations.
 
         Raises:
             ConfigError: an argument is wrong. MismatchError: ranks passed different ones.
         """
         where = f"rank {self.rank}: expert_parallel"
+        options: dict[str, Any] = dict(
+            num_experts=num_experts,
+            topk=topk,
+            hidden=hidden,
+            max_tokens=max_tokens,
+            dtype=dtype,
+            mode=mode,
+            layout=layout,
+            alignment=alignment,
+            placement=placement,
+            max_recv_rows=max_recv_rows,
+            blocks=blocks,
+            wire=wire,
+            host_sync=host_sync,
+            graph_blocks=graph_blocks,
+            overflow=overflow,
+            zero_tail=zero_tail,
+            track_load=track_load,
+        )
         try:
-            config = make_config(
-                where,
-                self.size,
-                num_experts=num_experts,
-                topk=topk,
-                hidden=hidden,
-                max_tokens=max_tokens,
-                dtype=dtype,
-                mode=mode,
-                layout=layout,
-                alignment=alignment,
-                placement=placement,
-                max_recv_rows=max_recv_rows,
-                blocks=blocks,
-                wire=wire,
-                host_sync=host_sync,
-                graph_blocks=graph_blocks,
-                overflow=overflow,
-                zero_tail=zero_tail,
-                link_speed=self._runtime.target.link_speed,
-            )
+            config = make_config(where, self.size, link_speed=self._runtime.target.link_speed, **options)
+            checked = None if nodes is None else check_nodes(where, nodes, config)
         except ConfigError as error:
             raise self._runtime.reject(error) from None
+        if checked is not None:
+            return HierarchicalExpertParallel(self, checked, options)
         self._fifo.drain()
         self._runtime.run(self._binder.barrier(config.text))  # all ranks want the same handle
         name = f"handle {self._runtime.sequence}"  # the number of that barrier: the same on all ranks
-        return ExpertParallel(self._runtime, self._fifo, config, name, self._binder.barrier(f"close({name})"))
+        return ExpertParallel(self._runtime, self._fifo, config, name, self._binder.barrier)
