@@ -20,8 +20,8 @@ class PrivateMemory(Protocol):
     def publish(self, start: int = 0, stop: int | None = None) -> None:
         """Kernels launched from now on see the bytes [start, stop) that the host wrote."""
 
-    def refresh(self) -> None:
-        """The host sees what the kernels that were launched so far have written."""
+    def refresh(self, start: int = 0, stop: int | None = None) -> None:
+        """The host sees what the kernels that were launched so far have written to the bytes [start, stop)."""
 
     def device_view(self, start: int, shape: tuple[int, ...]) -> torch.Tensor:
         """int32 of `shape`, from byte `start` on, as kernels leave them."""
@@ -29,6 +29,8 @@ class PrivateMemory(Protocol):
 
 class Stream(Protocol):
     """Where a device's work is enqueued; perhaps to be captured, and replayed many times."""
+
+    can_capture: bool
 
     def is_capturing(self) -> bool: ...
 
@@ -41,6 +43,8 @@ class Stream(Protocol):
 
 class HostStream:
     """Kernels run when they are called."""
+
+    can_capture = False
 
     def is_capturing(self) -> bool:
         return False
@@ -64,7 +68,7 @@ class HostMemory:
     def publish(self, start: int = 0, stop: int | None = None) -> None:
         pass
 
-    def refresh(self) -> None:
+    def refresh(self, start: int = 0, stop: int | None = None) -> None:
         pass
 
     def device_view(self, start: int, shape: tuple[int, ...]) -> torch.Tensor:
@@ -103,9 +107,9 @@ class MirroredMemory:
         if not np.array_equal(self.array, self._published):
             self.publish()
 
-    def refresh(self) -> None:
-        self.array[:] = self._copy.cpu().numpy()
-        self._published[:] = self.array
+    def refresh(self, start: int = 0, stop: int | None = None) -> None:
+        self.array[start:stop] = self._copy[start:stop].cpu().numpy()
+        self._published[start:stop] = self.array[start:stop]
 
     def device_view(self, start: int, shape: tuple[int, ...]) -> torch.Tensor:
         """int32 of `shape`, from byte `start` on, as kernels leave them."""

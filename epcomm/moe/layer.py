@@ -12,7 +12,9 @@ from torch import nn
 from epcomm.errors import ConfigError
 from epcomm.moe.checks import describe
 from epcomm.moe.experts import Activation, Experts
+from epcomm.moe.placement import Placement
 from epcomm.moe.received import Received
+from epcomm.moe.replicas import copy_replicas
 from epcomm.moe.router import Router, check_sizes, settings_of
 from epcomm.moe.state_dict import DenseBlock
 
@@ -25,7 +27,8 @@ class MoELayer(nn.Module):
     Construction and forward are collective: all ranks call them alike, with as many tokens as each has, or none.
     Router and shared expert are the same on all ranks (a new layer gets those of rank 0); whoever trains them has to
     average their gradients over the ranks, as for any replicated parameter. Experts belong to one rank each, and their
-    gradients are sums over the tokens of all ranks already: don't average those over these ranks.
+    gradients are sums over the tokens of all ranks already: don't average those over these ranks. (If the placement has
+    replicas of an expert, each has the gradient of the tokens that it got: add those up.)
 
     Args:
         comm: the `Communicator`. The layer makes an expert-parallel handle on it; `close` frees that.
@@ -38,8 +41,8 @@ class MoELayer(nn.Module):
         shared_intermediate: of the expert that every token goes to; 0: there is none. It has no bias.
         shared_gate: the shared expert's output is multiplied by ``sigmoid(shared_gate(x))``, as in Qwen's models.
         weights_on_input: the routing weight multiplies the expert's input instead of its output, as in Llama 4; topk=1.
-        mode, layout, alignment, placement, max_recv_rows, blocks: see `Communicator.expert_parallel`. The layout is
-            contiguous or padded. Latency mode is for decoding.
+        mode, layout, alignment, placement, max_recv_rows, blocks, nodes: see `Communicator.expert_parallel`. The layout
+            is contiguous or padded. Latency mode is for decoding.
         device: of the weights: "meta" for weights that come later; default: the communicator's.
 
     Attributes: ``ep`` (the handle), ``router``, ``experts``, ``shared_expert`` and ``shared_gate`` (or None).
@@ -68,9 +71,10 @@ class MoELayer(nn.Module):
         mode: str = "throughput",
         layout: str | None = None,
         alignment: int = 1,
-        placement: Sequence[int] | None = None,
+        placement: Placement | Sequence[int] | None = None,
         max_recv_rows: int | None = None,
         blocks: int = 3,
+        nodes: Sequence[int] | None = None,
         device: Any = None,
     ):
         super().__init__()
@@ -98,6 +102,7 @@ class MoELayer(nn.Module):
             placement=placement,
             max_recv_rows=max_recv_rows,
             blocks=blocks,
+            nodes=nodes,
         )
         num_local = len(self.ep.local_expert_ids)
         with _peers_learn(comm):
@@ -105,6 +110,7 @@ class MoELayer(nn.Module):
         if made["device"].type != "meta" and comm.size > 1:
             for tensor in self._replicated():
                 comm.broadcast(tensor, out=tensor)
+            copy_replicas(comm, self.ep.placement, self.experts)
 
     @classmethod
     def from_state_dict(
@@ -164,7 +170,8 @@ class MoELayer(nn.Module):
             self._check_tokens(x)
         tokens = x.reshape(-1, self.hidden)
         topk_idx, weights = self.router(tokens)
-        routing = self.ep.route(topk_idx)
+        # whatever this rank's tokens and weights need: a peer may have a backward pass
+        routing = self.ep.route(topk_idx, requires_grad=torch.is_grad_enabled())
         if self.weights_on_input:
             received = self.ep.dispatch(tokens * weights.to(tokens.dtype), routing)
             out = self.ep.combine(self._apply_experts(received), received)

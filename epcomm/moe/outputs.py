@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from epcomm.device.control import GENERATION_SHIFT
 from epcomm.moe.blocks import BlockPool
 from epcomm.moe.received import Tensors
+
+if TYPE_CHECKING:
+    from epcomm.moe.routing import Workspace
 
 
 class Outputs:
@@ -58,3 +61,11 @@ class Outputs:
             if row.data_ptr() != start + offset or not row.is_contiguous():
                 return self.staging()
         return block, -1
+
+
+class Pools:
+    """What a handle's operations take and give back: receive blocks, output blocks, memory of routings that ended."""
+
+    def __init__(self, receive: BlockPool, outputs: Outputs):
+        self.receive, self.outputs = receive, outputs
+        self.workspaces: list[Workspace] = []

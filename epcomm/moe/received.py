@@ -30,6 +30,7 @@ class Received:
                  buffer: Any):  # fmt: skip
         self.ep, self.routing = ep, routing
         self._bound, self._is_tuple, self._has_weights, self._buffer = bound, is_tuple, has_weights, buffer
+        self.anchor: torch.Tensor | None = None  # of a graph: combine's results depend on this dispatch (`autograd`)
 
     def _rows_shape(self) -> tuple[int, ...]:
         assert self.routing.rows_shape is not None  # it was dispatched
@@ -38,12 +39,18 @@ class Received:
     @cached_property
     def x(self) -> Any:
         """The rows."""
+        views = self.rows_in_block()
+        if self._bound.quantize is not None:
+            return views[0], self._bound.quantize.delivered(views[1])
+        return views if self._is_tuple else views[0]
+
+    def rows_in_block(self) -> tuple[torch.Tensor, ...]:
+        """The rows of each tensor as they arrived."""
         shape = self._rows_shape()
-        views = tuple(
+        return tuple(
             self._buffer.tensor(self.ep.regions.rows + offset, dtype, (*shape, width))
             for dtype, width, offset in self._bound.tensors
         )
-        return views if self._is_tuple else views[0]
 
     def output_buffer(self) -> Any:
         """Memory like `x` that `combine` reads in place: an expert kernel that writes there saves a copy.
@@ -68,10 +75,22 @@ class Received:
     @cached_property
     def topk_weights(self) -> torch.Tensor | None:
         """float32 [rows] (flat: [rows, topk]): the weights given to dispatch. None without, and in padded layout."""
-        if not self._has_weights or self.ep.layout_code == protocol.PADDED:
+        return None if self.ep.layout_code == protocol.PADDED else self.row_weights
+
+    @cached_property
+    def row_weights(self) -> torch.Tensor | None:
+        """`topk_weights` in every layout; padded: [local experts, size * max_tokens], undefined past the counts."""
+        if not self._has_weights:
             return None
         width = (self.routing.topk,) if self.ep.layout_code == protocol.FLAT else ()
         return self._per_row(self.ep.regions.weight, torch.float32, *width)
+
+    @property
+    def is_real(self) -> torch.Tensor:
+        """bool: where there is a row, not padding or what lies past the last one."""
+        if self.ep.layout_code != protocol.PADDED:
+            return self.source_token >= 0
+        return torch.arange(self._rows_shape()[1], device=self.ep.device) < self.expert_counts[:, None]
 
     @cached_property
     def topk_idx(self) -> torch.Tensor | None:
@@ -103,7 +122,7 @@ class Received:
         if self.ep.layout_code == protocol.FLAT:
             index = self.topk_idx
             assert index is not None
-            counts = torch.zeros(len(self.ep.local_expert_ids) + 1, dtype=torch.int32, device=self.ep.device)
+            counts = torch.zeros(len(self.routing.workspace.local) + 1, dtype=torch.int32, device=self.ep.device)
             slots = index.flatten().long() + 1
             return counts.index_add_(0, slots, torch.ones_like(slots, dtype=torch.int32))[1:]
         counts = self.routing.received_counts().sum(dim=0, dtype=torch.int32)
@@ -161,13 +180,13 @@ def copy_block(received: Received, out: tuple[torch.Tensor, ...] | None) -> Rece
     copied = Received(ep, routing, received._bound, received._is_tuple, received._has_weights, owned)
     if out is not None:
         copied.__dict__["x"] = out if received._is_tuple else out[0]
-    sources = received.x if received._is_tuple else (received.x,)
-    targets = copied.x if received._is_tuple else (copied.x,)
-    pairs = [(copied.source_token, received.source_token), *zip(targets, sources, strict=True)]
+    targets = copied.rows_in_block() if out is None else out
+    pairs: list[tuple[Any, Any]] = [(copied.source_token, received.source_token)]
+    pairs += zip(targets, received.rows_in_block(), strict=True)
     if ep.layout_code == protocol.FLAT:
         pairs.append((copied.topk_idx, received.topk_idx))
-    if received.topk_weights is not None:
-        pairs.append((copied.topk_weights, received.topk_weights))
+    if received.row_weights is not None:
+        pairs.append((copied.row_weights, received.row_weights))
     for target, source in pairs:
         if ep.layout_code != protocol.PADDED or ep.device.type != "cpu":
             target.copy_(source)  # on a GPU with what is undefined: it would take a host that waits to tell
