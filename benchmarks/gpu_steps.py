@@ -73,10 +73,9 @@ def _tokens(rank: int, number: int, tokens: int) -> torch.Tensor:
     return torch.randn(tokens, _HIDDEN, generator=generator).bfloat16()
 
 
-def _handle(comm: Any, mode: str, layout: str, tokens: int) -> Any:
-    return comm.expert_parallel(
-        num_experts=_EXPERTS, topk=_TOPK, hidden=_HIDDEN, max_tokens=tokens, mode=mode, layout=layout
-    )
+def _handle(comm: Any, mode: str, layout: str, tokens: int, **options: Any) -> Any:
+    sizes = dict(num_experts=_EXPERTS, topk=_TOPK, hidden=_HIDDEN, max_tokens=tokens)
+    return comm.expert_parallel(**sizes, mode=mode, layout=layout, **options)
 
 
 def check_expert_parallel(comm: Any, mode: str, layout: str, tokens: int) -> dict[str, int]:
@@ -148,14 +147,14 @@ class _GraphedSteps:
     """Several dispatches and combines in one CUDA graph, on static tensors."""
 
     def __init__(self, comm: Any, mode: str, layout: str, tokens: int, steps: int):
-        self.ep, self.comm = _handle(comm, mode, layout, tokens), comm
+        self.ep, self.comm = _handle(comm, mode, layout, tokens, host_sync=False), comm
         self.x = _tokens(comm.rank, 0, tokens).to(comm.device)
         self.indices = _routing(comm.rank, 0, tokens)[0].to(comm.device)
         self.out = torch.empty_like(self.x)
         self.rows = 0
-        self._route_inside = mode == "latency"  # throughput: the host needs the counts
+        self._route_inside = mode == "latency"  # throughput: a routing is used by several layers' worth of steps
         self._routing = None if self._route_inside else self.ep.route(self.indices)
-        for _ in range(3):  # compiles, and publishes what later calls would publish again
+        for _ in range(3):  # compiles and binds
             self._step()
         torch.cuda.current_stream().synchronize()
         comm.barrier()

@@ -13,20 +13,23 @@ import torch
 from ep_cases import (
     KIND_IDS,
     KINDS,
+    KINDS_BY_RANK,
     Case,
     Step,
     check_combined,
     check_fields,
     check_raised,
     check_rows,
+    in_all_kinds,
     on_ranks,
     require,
     spread,
 )
 
 import epcomm
-from epcomm import Float8
+from epcomm import MXFP8, NVFP4, Float8
 from epcomm.errors import CapacityError, ConfigError, MismatchError
+from epcomm.moe.quantize import Quantizer, column_major
 from epcomm.testing.oracle import combined
 
 OPTIONS = [
@@ -35,6 +38,9 @@ OPTIONS = [
     Float8(round_scales_to_power_of_two=True, packed_ue8m0=True),
 ]
 OPTION_IDS = ["float32", "power_of_two", "packed"]
+#: all formats
+FORMATS: list[Quantizer] = [*OPTIONS, MXFP8(), NVFP4(0.0137), Float8(scale_layout="column"),
+                            Float8(128, True, True, scale_layout="column")]  # fmt: skip
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HIDDEN = (1, 96, 128, 130, 384, 7168)
 
@@ -187,27 +193,39 @@ def test_wrong_options(arguments: dict[str, Any], message: str) -> None:
 # ---- on ranks
 
 
+def as_bytes(rows: torch.Tensor) -> torch.Tensor:
+    """A copy: a tensor with one column counts as contiguous whatever its stride, but has no view as bytes."""
+    return rows.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
 def case_of(hidden: int, **changes: Any) -> Case:
     """A handle with room for rows of `hidden` and their scales."""
     return Case(hidden=hidden + 8, alignment=4, max_tokens=5, **changes)
 
 
-def dispatch_and_check(ep: Any, step: Step, hidden: int, dtype: torch.dtype, options: Float8, **more: Any) -> Any:
+def dispatch_and_check(ep: Any, step: Step, hidden: int, dtype: torch.dtype, options: Quantizer, **more: Any) -> Any:
     """One quantised dispatch along a new routing, compared with every rank's numbers."""
     rank, indices = ep.rank, step.exchange.indices
     x = [samples(len(index), hidden, dtype, 100 * step.number + source) for source, index in enumerate(indices)]
     pairs = [options.quantized(rows) for rows in x]
     weighted = step.number % 2 == 1
     routing = ep.route(indices[rank])
-    received = ep.dispatch(x[rank], routing, step.weights[rank] if weighted else None, quantize=options, **more)
+    split = step.number == 2
+    received = ep.dispatch(
+        x[rank], routing, step.weights[rank] if weighted else None, quantize=options, split=split, **more
+    )
+    received = received.finish() if split else received
+    if isinstance(options, Float8) and options.scale_layout == "column":
+        assert received.x[1].stride() == column_major(received.x[1]).stride()
     assert isinstance(received.x, tuple) and len(received.x) == 2
     for part, got in enumerate(received.x):
+        got = got.clone(memory_format=torch.contiguous_format)
         check_rows(step, rank, got, [pair[part] for pair in pairs])
     check_fields(step, received, weighted)
     return received
 
 
-def quantized_round_trip(ep: Any, step: Step, hidden: int, dtype: torch.dtype, options: Float8) -> None:
+def quantized_round_trip(ep: Any, step: Step, hidden: int, dtype: torch.dtype, options: Quantizer) -> None:
     rank = ep.rank
     received = dispatch_and_check(ep, step, hidden, dtype, options)
     y = step.y(dtype, hidden)
@@ -217,7 +235,7 @@ def quantized_round_trip(ep: Any, step: Step, hidden: int, dtype: torch.dtype, o
     check_combined("combine", ep.combine(rows, received), combined(step.exchange, rank, y, None), dtype)
 
 
-def run_quantized(comm: epcomm.Communicator, traffic: list[tuple[Case, int, torch.dtype, Float8]]) -> None:
+def run_quantized(comm: epcomm.Communicator, traffic: list[tuple[Case, int, torch.dtype, Quantizer]]) -> None:
     """Three steps on a handle per case."""
     for case, hidden, dtype, options in traffic:
         ep = case.handle(comm)
@@ -226,14 +244,16 @@ def run_quantized(comm: epcomm.Communicator, traffic: list[tuple[Case, int, torc
         ep.close()
 
 
-def traffic_of(hiddens: tuple[int, ...], kind: tuple[str, str]) -> Iterator[tuple[Case, int, torch.dtype, Float8]]:
+def traffic_of(
+    hiddens: tuple[int, ...], kind: tuple[str, str], wire: str = "auto"
+) -> Iterator[tuple[Case, int, torch.dtype, Quantizer]]:
     """A case per row width; dtypes, options, gates and numbers of tokens take turns."""
     turn = KINDS.index(kind)
     for hidden in hiddens:
         dtype = DTYPES[turn % 3]
         case = case_of(hidden, dtype=dtype, tokens=("full", "uneven", "none_on_odd_ranks")[turn // 3 % 3],
                        gate=("uniform", "holes_and_duplicates", "one_rank", "zipf")[turn % 4])  # fmt: skip
-        yield replace(case, mode=kind[0], layout=kind[1]), hidden, dtype, OPTIONS[(turn // 2) % 3]
+        yield replace(case, mode=kind[0], layout=kind[1], wire=wire), hidden, dtype, FORMATS[turn % len(FORMATS)]
         turn += 1
 
 
@@ -241,6 +261,109 @@ def traffic_of(hiddens: tuple[int, ...], kind: tuple[str, str]) -> Iterator[tupl
 @pytest.mark.parametrize("kind", KINDS, ids=KIND_IDS)
 def test_traffic(kind: tuple[str, str], world: int) -> None:
     on_ranks(world, run_quantized, list(traffic_of(HIDDEN, kind)))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("kind", KINDS_BY_RANK, ids=[layout for _, layout in KINDS_BY_RANK])
+def test_traffic_by_rank(kind: tuple[str, str], world: int) -> None:
+    on_ranks(world, run_quantized, list(traffic_of(HIDDEN, kind, "rank")))
+
+
+def run_formats(comm: epcomm.Communicator) -> None:
+    """Every format, of every dtype, on one handle of each kind."""
+    for case in in_all_kinds([case_of(300, dtype=torch.float32, gate="holes_and_duplicates", tokens="uneven")]):
+        ep = case.handle(comm)
+        for number, (options, dtype) in enumerate(itertools.product(FORMATS, DTYPES)):
+            quantized_round_trip(ep, Step(case, comm.size, number), 257 + number, dtype, options)
+        ep.close()
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_formats(world: int) -> None:
+    on_ranks(world, run_formats, longest=0)
+
+
+def run_large_rows(comm: epcomm.Communicator) -> None:
+    """More than the caches hold, so that copies go past them."""
+    for case in in_all_kinds([Case(hidden=7168, num_experts=16, topk=8, max_tokens=64)]):
+        ep = case.handle(comm)
+        for number, options in enumerate(FORMATS):
+            dispatch_and_check(ep, Step(case, comm.size, number), 7168, torch.bfloat16, options)
+        ep.close()
+
+
+def test_large_rows() -> None:
+    on_ranks(2, run_large_rows, longest=0)
+
+
+def run_without_sync(comm: epcomm.Communicator) -> None:
+    """Results of fixed shape, and rows that are dropped: as if torch had quantised."""
+    case = case_of(260, host_sync=False, zero_tail=True, overflow="drop", max_recv_rows=11)
+    for layout, wire in (("contiguous", "expert"), ("contiguous", "rank"), ("flat", "auto")):
+        ep = replace(case, layout=layout, wire=wire).handle(comm)
+        for number, options in enumerate(FORMATS):
+            routing = ep.route(Step(case, comm.size, number).exchange.indices[comm.rank])
+            x = samples(5, 260, torch.bfloat16, number * comm.size + comm.rank)
+            wanted = ep.dispatch(options.quantized(x), routing, copy=True)
+            received = ep.dispatch(x, routing, quantize=options)
+            for part, got, reference in zip(("codes", "scales"), received.x, wanted.x):
+                require(f"{options}: {part}", as_bytes(got), as_bytes(reference))
+            require("source_token", received.source_token, wanted.source_token)
+        ep.close()
+
+
+def test_without_sync() -> None:
+    on_ranks(2, run_without_sync, longest=0)
+
+
+def run_quantized_already(comm: epcomm.Communicator, wire: str) -> None:
+    """Rows that the caller has quantised travel as they are, whatever their widths and dtypes."""
+    cases = [case_of(200, layout="contiguous"), case_of(200, layout="flat"), case_of(200, mode="latency")]
+    for case in cases:
+        ep = replace(case, wire="auto" if case.layout == "flat" else wire).handle(comm)
+        for number, (width, scale_width, dtype) in enumerate(
+            [(199, 7, torch.uint8), (131, 2, torch.float32), (1, 1, torch.int32), (64, 3, torch.float8_e8m0fnu)]
+        ):
+            step = Step(replace(case, layout=ep.config.layout), comm.size, number)
+            generator = torch.Generator().manual_seed(number)
+            payload = [[], []]  # of all ranks: codes, scales
+            for index in step.exchange.indices:
+                for part, (columns, kind) in zip(payload, ((width, torch.float8_e4m3fn), (scale_width, dtype))):
+                    data = torch.randint(256, (len(index), columns * kind.itemsize), generator=generator)
+                    part.append(data.to(torch.uint8).view(kind))
+            routing = ep.route(step.exchange.indices[comm.rank])
+            received = ep.dispatch(tuple(part[comm.rank] for part in payload), routing)
+            assert isinstance(received.x, tuple)
+            for got, part in zip(received.x, payload):
+                check_rows(step, comm.rank, got, part)
+        ep.close()
+
+
+@pytest.mark.parametrize("wire", ["expert", "rank"])
+def test_rows_that_are_quantised_already(wire: str) -> None:
+    on_ranks(3, run_quantized_already, wire, longest=0)
+
+
+def run_out_in_columns(comm: epcomm.Communicator) -> None:
+    for layout in ("contiguous", "padded"):
+        case = case_of(300, layout=layout)
+        ep, step, options = case.handle(comm), Step(case, comm.size, 0), FORMATS[5]
+        routing, x = ep.route(step.exchange.indices[comm.rank]), samples(5, 300, torch.bfloat16, comm.rank)
+        wanted = ep.dispatch(x, routing, quantize=OPTIONS[0], copy=True)
+        copied = ep.dispatch(x, routing, quantize=options, copy=True)
+        like = [torch.empty_strided(part.shape, part.stride(), dtype=part.dtype) for part in copied.x]
+        for out in (tuple(like), [torch.empty_like(part) for part in wanted.x]):
+            received = ep.dispatch(x, routing, quantize=options, out=out)
+            assert received.x[1] is out[1]
+            real = received.source_rank >= 0
+            for result in (received, copied, ep.dispatch(x, routing, quantize=options)):
+                for got, reference in zip(result.x, wanted.x):
+                    require(layout, as_bytes(got)[real], as_bytes(reference)[real])
+        ep.close()
+
+
+def test_out_in_columns() -> None:
+    on_ranks(2, run_out_in_columns, longest=0)
 
 
 def run_forms_of_x(comm: epcomm.Communicator, kinds: list[tuple[str, str]]) -> None:
@@ -252,9 +375,10 @@ def run_forms_of_x(comm: epcomm.Communicator, kinds: list[tuple[str, str]]) -> N
         wanted = ep.dispatch(OPTIONS[0].quantized(x), routing, copy=True)  # the wire format is that of two tensors
         apart = torch.cat([x, x], dim=1)
         for form in (x, spread(x), apart[:, 256:], x.t().contiguous().t(), x.clone().requires_grad_()):
-            received = ep.dispatch(form, routing, quantize=OPTIONS[0])
-            require_same_rows(case, wanted, received)
-            require_same_rows(case, wanted, ep.dispatch(form, routing, quantize=OPTIONS[0], copy=True))
+            with torch.no_grad():
+                received = ep.dispatch(form, routing, quantize=OPTIONS[0])
+                require_same_rows(case, wanted, received)
+                require_same_rows(case, wanted, ep.dispatch(form, routing, quantize=OPTIONS[0], copy=True))
             received = ep.dispatch(x[:, :9], routing)
             assert received.x.shape[-1] == 9 and received.output_buffer().shape[-1] == 9
         out = tuple(torch.empty_like(part) for part in wanted.x)
@@ -266,7 +390,7 @@ def run_forms_of_x(comm: epcomm.Communicator, kinds: list[tuple[str, str]]) -> N
 def require_same_rows(case: Case, wanted: Any, got: Any) -> None:
     real = wanted.source_rank >= 0 if case.layout == "padded" else slice(None)
     for part, reference in zip(got.x, wanted.x):
-        require("rows", part.view(torch.uint8)[real], reference.view(torch.uint8)[real])
+        require("rows", as_bytes(part)[real], as_bytes(reference)[real])
     shape = (*got.x[0].shape[:-1], 256)
     buffer = got.output_buffer()
     assert (buffer.shape, buffer.dtype) == (shape, torch.bfloat16)
@@ -287,7 +411,7 @@ def run_wrong_arguments(comm: epcomm.Communicator) -> None:
         ((good, good), OPTIONS[0], ConfigError, ("`x`", "tuple")),
         (good[:-1], OPTIONS[0], ConfigError, ("`x`", "(6, 16)")),
         (torch.ones(7, 29, dtype=torch.bfloat16), OPTIONS[0], CapacityError, ("`x`", "at most 32", "got 33")),
-        (good, "float8", ConfigError, ("`quantize`", "None or an epcomm.Float8", "str")),
+        (good, "float8", ConfigError, ("`quantize`", "None or an epcomm.Float8, MXFP8 or NVFP4, got str")),
         (good, [OPTIONS[0]], ConfigError, ("`quantize`", "list")),
         (good, Float8, ConfigError, ("`quantize`", "type")),
     ):

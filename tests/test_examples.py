@@ -28,6 +28,10 @@ def test_allreduce_by_launch_and_by_torchrun():
     assert [printed.count(f"rank {rank}: {wanted}") for rank in range(2)] == [1, 1], printed
 
 
+def test_overlap():
+    assert "same results: True" in run("examples/overlap.py")
+
+
 def test_notebook():
     printed = run("examples/notebook.py")
     assert "[33, 33, 33]" in printed and "[63, 63, 63]" in printed

@@ -373,6 +373,44 @@ def test_kernel_on_every_tie(quantizer: Quantizer) -> None:
             require_same_as_torch(x * factor * getattr(quantizer, "global_scale", 1.0), quantizer)
 
 
+@each_dtype
+@each_quantizer
+def test_kernel_on_quotients_next_to_ties(quantizer: Quantizer, dtype: torch.dtype) -> None:
+    """Numbers within some last places of a scale times the middle of two codes: there an inexact quotient would show.
+
+    Scales of all kinds, and those whose product with such a middle is next to the middle of two float32s.
+    """
+    generator = torch.Generator().manual_seed(5)
+    near = (torch.arange(8, 16)[:, None] << 20) + torch.arange(-24, 25)
+    mantissas = torch.cat([near.flatten(), torch.randint(1 << 23, 1 << 24, (800,), generator=generator)])
+    exponents = torch.randint(-20, 12, mantissas.shape, generator=generator)
+    largest = (448.0 * torch.ldexp(mantissas.double(), exponents - 23)).float()[:, None]
+    middles = torch.cat([torch.arange(17, 32, 2) * 2.0**-4, torch.arange(1, 16, 2) * 2.0**-10]).double()
+    steps = torch.arange(-3, 4)
+    products = (largest.double() / 448 * middles).float()
+    values = (products.view(torch.int32)[..., None] + steps).view(torch.float32).flatten(1)
+    x = torch.cat([largest, values, largest, -largest], dim=1)
+    x = torch.nn.functional.pad(x, (0, -x.shape[1] % 128))
+    x = x.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
+    require_same_as_torch(x.flatten()[None], quantizer)
+
+
+@each_dtype
+@each_quantizer
+def test_kernel_on_chunks_with_anything_else(quantizer: Quantizer, dtype: torch.dtype) -> None:
+    """Blocks that can't be done the quick way, at each place among those that can, and at both ends of what can."""
+    base = samples(1, 128 * 20, torch.float32, 6, is_finite=True).clamp(-1e4, 1e4)
+    for value in (torch.inf, -torch.inf, torch.nan, torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal,
+                  2.0**-60, 2.0**-61, 2.0**-59, 0.0):  # fmt: skip
+        x = base.repeat(20, 1).view(20, 20, 128)
+        for row in range(20):
+            if value in (torch.inf, -torch.inf) or value != value:
+                x[row, row, 5 * row] = value
+            else:
+                x[row, row] = torch.linspace(-1, 1, 128) * value
+        require_same_as_torch(x.flatten(1).to(dtype), quantizer)
+
+
 def test_kernels_are_made_once() -> None:
     assert quantize_row(torch.bfloat16, "mxfp8") is quantize_row(torch.bfloat16, "mxfp8")
 

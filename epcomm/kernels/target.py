@@ -104,23 +104,26 @@ class Target(Protocol):
         """`is_expanded`: rows travel by rank and are copied to their experts' places where they arrive."""
 
     def quantized_dispatch(
-        self, num_experts: int, size: int, is_expanded: bool, dtype: torch.dtype, scales: str
-    ) -> Kernel | None:
-        """A dispatch that makes float8 rows with "float32", "power_of_two" or "packed" scales of rows of `dtype`.
+        self, records: np.ndarray, num_experts: int, size: int, is_expanded: bool, dtype: torch.dtype, form: str,
+        argument: int,
+    ) -> Kernel | None:  # fmt: skip
+        """A dispatch that quantises rows of `dtype` in a form, which may take an argument, as it sends them.
 
-        Its table has a record of the rows and one of the scales; the first has the address and stride of what is to be
-        quantised. None: rows are quantised before they are dispatched, as two tensors.
+        `records`, one of the codes and one of the scales, are written to; the first has the address, the stride and the
+        number of what is to be quantised. None: rows are quantised before they are dispatched, as two tensors.
         """
 
     def dispatch_receive(self, kernel: Any) -> Kernel:
         """The second half of a dispatch that only sent; `kernel` is its first half."""
 
     def combine(
-        self, records: np.ndarray, dtypes: Sequence[tuple[torch.dtype, torch.dtype]], size: int, is_summed_here: bool
-    ) -> Kernel:
+        self, records: np.ndarray, dtypes: Sequence[tuple[torch.dtype, torch.dtype]], size: int, is_summed_here: bool,
+        form: str | None,
+    ) -> Kernel:  # fmt: skip
         """`records` describe the tensors (see the protocol), whose dtypes are (expert outputs, results).
 
-        `is_summed_here`: a token's rows are summed where its experts are, before they travel back.
+        `is_summed_here`: a token's rows are summed where its experts are, before they travel back. `form`: rows travel
+        quantised, in "float32" or "power_of_two", of one tensor.
         """
 
     def combine_receive(self, kernel: Any) -> Kernel:

@@ -13,9 +13,10 @@ from epcomm.heap.layout import align_up
 from epcomm.heap.private import PrivateMemory
 from epcomm.kernels.protocol import expert_parallel as protocol
 from epcomm.kernels.target import Kernel
+from epcomm.moe.checks import combined_row_bytes
 from epcomm.moe.config import Config
 from epcomm.moe.memory import Memory
-from epcomm.moe.quantize import Float8
+from epcomm.moe.quantize import Quantizer
 from epcomm.moe.received import Tensors
 from epcomm.operation import Operation, ParameterBlock
 from epcomm.runtime import Runtime
@@ -31,9 +32,10 @@ class Bound(NamedTuple):
     tensors: Tensors
     outputs: Tensors  # what `Received.output_buffer` gives for rows like these
     outputs_fit: bool = True  # in an output block
-    is_summed_here: bool = False  # combine: rows are summed per token before they travel back
+    is_staged: bool = False  # combine: what peers read is made of the rows, wherever these lie
     keep: Any = None  # owns memory that the table points to
     prepare: Callable[[torch.Tensor], Sequence[torch.Tensor]] | None = None  # makes the table's tensors of the caller's
+    quantize: Quantizer | None = None  # dispatch: the format of the tensors
 
 
 class Binder:
@@ -48,7 +50,7 @@ class Binder:
         self.route = self._operation(self._waited_for(self._target.route(), config.host_sync), f"route({name})")
         self._is_waited_for = config.host_sync and config.mode == "latency"  # dispatch: else route has exchanged counts
         self.route_context = runtime.new_context(sequenced=False)  # it meets no peer
-        self._sizes = config.num_experts, runtime.size
+        self._sizes = config.most_physical, runtime.size
         exchange_counts = self._waited_for(self._target.exchange_counts(*self._sizes), config.host_sync)
         self.exchange_counts = self._operation(exchange_counts, f"exchange of counts of route({name})")
 
@@ -107,22 +109,24 @@ class Binder:
         return self._bound(operation, self._config.is_by_rank, *self._dispatch_table(x))
 
     def quantized_dispatch(
-        self, x: torch.Tensor, quantize: Float8, topk: int, index_dtype: torch.dtype, has_weights: bool
+        self, x: torch.Tensor, quantize: Quantizer, topk: int, index_dtype: torch.dtype, has_weights: bool
     ) -> Bound:
         """The dispatch of what `quantize` makes of a tensor like this one."""
         wire = quantize.result_like(x)
         text = self._dispatch_text(wire, topk, index_dtype, has_weights, f", quantize={quantize}")
         records, tensors = self._dispatch_table(wire)
-        sizes = *self._sizes, self._config.is_expanded
-        kernel = self._target.quantized_dispatch(*sizes, x.dtype, quantize.scales)
+        sizes, form = (*self._sizes, self._config.is_expanded), (quantize.form, quantize.kernel_argument)
+        kernel = self._target.quantized_dispatch(records, *sizes, x.dtype, *form)
         if kernel is not None:
             records[0, protocol.T_STRIDE] = x.stride(0) * x.element_size()
+            records[0, protocol.T_ELEMENTS] = x.shape[1]
         used = self._waited_for(kernel or self._target.dispatch(*sizes), self._is_waited_for)
         operation = self._operation(used, text, has_weights, x.dtype)
         bound = self._bound(operation, self._config.is_by_rank, records, tensors)
         fits = x.shape[1] * x.element_size() <= self._config.hidden * self._config.dtype.itemsize
         prepare = quantize.quantized if kernel is None else None
-        return bound._replace(outputs=((x.dtype, x.shape[1], 0),), outputs_fit=fits, prepare=prepare)
+        outputs = ((x.dtype, x.shape[1], 0),)
+        return bound._replace(outputs=outputs, outputs_fit=fits, prepare=prepare, quantize=quantize)
 
     def _dispatch_text(
         self, wire: Sequence[torch.Tensor], topk: int, index_dtype: torch.dtype, has_weights: bool, more: str
@@ -133,14 +137,18 @@ class Binder:
         )
 
     def combine(
-        self, y: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], topk: int, has_weights: bool, reduce: bool
-    ) -> Bound:
+        self, y: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], topk: int, has_weights: bool, reduce: bool,
+        quantize: Quantizer | None,
+    ) -> Bound:  # fmt: skip
         """The combine of tensors like these. What a rank does with its result is its own affair."""
         text = (
             f"combine({self._name}, y=[{_describe(y)}], topk={topk}, "
-            f"topk_weights={'given' if has_weights else None}, reduce={reduce})"
+            f"topk_weights={'given' if has_weights else None}, reduce={reduce}"
+            f"{'' if quantize is None else f', quantize={quantize}'})"
         )
         records, tensors = self._table(y)
+        if quantize is not None:
+            records[0, protocol.T_ROW_BYTES] = combined_row_bytes(quantize, y[0])
         by_rank = self._config.is_by_rank and reduce
         is_summed_here = by_rank and self._config.is_expanded
         # what travels back are rows like these, or their sums per token
@@ -148,14 +156,16 @@ class Binder:
             records, self._config.most_arrivals if is_summed_here else self._memory.capacity
         )
         dtypes = tuple((tensor.dtype, out.dtype) for tensor, out in zip(y, outs))
-        kernel = self._target.combine(records, dtypes, self._runtime.size, is_summed_here)
+        form = None if quantize is None else quantize.form
+        kernel = self._target.combine(records, dtypes, self._runtime.size, is_summed_here, form)
         for record, out in zip(records, outs, strict=True):
             # torch's strides may be anything where the extent is 1: that of contiguous slots is not taken from it
             stride = out.stride(0) if reduce else out.shape[-1]
             record[protocol.T_OUT_STRIDE] = stride * out.element_size()
         operation = self._operation(kernel, text, has_weights, dtypes)
         operation.args.words[protocol.REDUCE] = reduce
-        return self._bound(operation, by_rank, records, tensors)._replace(is_summed_here=is_summed_here)
+        is_staged = is_summed_here or quantize is not None
+        return self._bound(operation, by_rank, records, tensors)._replace(is_staged=is_staged)
 
 
 def _offsets(records: np.ndarray, capacity: int) -> np.ndarray:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from epcomm.errors import CapacityError, ClosedError, ConfigError
+from epcomm.errors import CapacityError, ClosedError, ConfigError, UnsupportedError
 from epcomm.kernels.protocol import expert_parallel as protocol
 from epcomm.kernels.protocol.arithmetic import ROW_SUM_DTYPES
 from epcomm.moe.bind import Binder, Bound
@@ -23,13 +23,15 @@ from epcomm.moe.checks import (
     check_flat_combine,
     check_indices,
     check_out,
+    check_quantized_combine,
+    check_quantizer,
     check_row_bytes,
     check_rows,
     check_weights,
+    combined_row_bytes,
 )
 from epcomm.moe.config import Config
-from epcomm.moe.quantize import X_DTYPES, Float8
-from epcomm.moe.received import Tensors
+from epcomm.moe.quantize import X_DTYPES, Quantizer
 from epcomm.moe.routing import Routing
 from epcomm.runtime import Runtime
 
@@ -43,7 +45,7 @@ class Calls:
         self._runtime, self._binder, self._config, self._name = runtime, binder, config, name
         self.generation, self.is_closed = runtime.generation, False
         self._device = runtime.target.device
-        self._row_bytes = config.hidden * config.dtype.itemsize
+        self._row_bytes = config.row_bytes
         self._is_flat = config.layout == "flat"
         self._fixed_shape: tuple[int, ...] = ()
         if config.layout == "padded":
@@ -87,17 +89,17 @@ class Calls:
 
     def quantized_dispatch(self, x: Any, quantize: Any, routing: Any, has_weights: bool) -> tuple[Any, Bound]:
         """(tensors of the table that are in memory, bound operation) of a dispatch of x as `quantize` makes it."""
-        key = self._key(routing, has_weights, quantize, (x,), ()) if isinstance(quantize, Float8) else None
+        key = self._key(routing, has_weights, quantize, (x,), ()) if isinstance(quantize, Quantizer) else None
         bound = self._dispatches.get(key)
         if bound is None or self._misfits(routing, (x,), (routing.num_tokens,)):
             x, bound = self.checked(self._bind_quantized_dispatch, x, quantize, routing, has_weights)
         return (x,) if bound.prepare is None else bound.prepare(x), bound
 
     def combine(
-        self, y: Any, routing: Any, has_weights: bool, bias: Any, outs: Any, reduce: bool
+        self, y: Any, routing: Any, has_weights: bool, bias: Any, outs: Any, reduce: bool, quantize: Any = None
     ) -> tuple[Any, Any, Bound]:
         """(tensors of y, results, bound operation) of a combine; `outs` is empty if the caller gave no results."""
-        key = self._key(routing, has_weights, reduce, y, outs)
+        key = self._combine_key(y, routing, has_weights, outs, reduce, quantize)
         bound = self._combines.get(key)
         if (
             bound is None
@@ -105,13 +107,13 @@ class Calls:
             or not routing.has_places
             or self._misfits(routing, y, routing.rows_shape)  # None, which fits nothing, before it was placed
         ):
-            return self.checked(self._bind_combine, y, routing, has_weights, bias, outs, reduce)
+            return self.checked(self._bind_combine, y, routing, has_weights, bias, outs, reduce, quantize)
         lead = self._out_shape(routing, reduce)
         if not outs:
             return y, tuple(torch.empty((*lead, row.shape[-1]), dtype=row.dtype, device=row.device) for row in y), bound
         for result in outs:
             if result.shape[:-1] != lead:
-                return self.checked(self._bind_combine, y, routing, has_weights, bias, outs, reduce)
+                return self.checked(self._bind_combine, y, routing, has_weights, bias, outs, reduce, quantize)
         return y, outs, bound
 
     def rows_shape(self, routing: Routing) -> tuple[int, ...]:
@@ -138,6 +140,13 @@ class Calls:
         except (AttributeError, IndexError, TypeError):
             return None
 
+    def _combine_key(self, y: Any, routing: Any, has_weights: bool, outs: Any, reduce: Any, quantize: Any) -> Any:
+        if quantize is None:
+            return self._key(routing, has_weights, reduce, y, outs)
+        if isinstance(quantize, Quantizer):
+            return self._key(routing, has_weights, (reduce, quantize), y, outs)
+        return None
+
     def _misfits(self, routing: Routing, tensors: Any, lead: tuple[int, ...] | None) -> bool:
         """True if a tensor of a known kind doesn't have this call's rows, or the routing can't be used here."""
         for tensor in tensors:
@@ -151,7 +160,7 @@ class Calls:
         """Runs a validation."""
         try:
             return function(*args)
-        except (ConfigError, CapacityError) as error:
+        except (ConfigError, CapacityError, UnsupportedError) as error:
             raise self._runtime.reject(error) from None
 
     def _check_indices(self, topk_idx: Any) -> torch.Tensor:
@@ -175,10 +184,7 @@ class Calls:
     ) -> tuple[torch.Tensor, Bound]:
         where = f"rank {self._runtime.rank}: dispatch"
         self._check_routing(where, "routing", routing)
-        if not isinstance(quantize, Float8):
-            raise ConfigError(
-                f"{where}: argument `quantize`: wanted None or an epcomm.Float8, got {type(quantize).__name__}"
-            )
+        check_quantizer(where, quantize)
         rows = check_rows(where, "x", x, self._device, (routing.num_tokens,), X_DTYPES)
         check_row_bytes(where, "x", quantize.result_like(rows), self._row_bytes)
         bound = self._binder.quantized_dispatch(rows, quantize, routing.topk, routing.index_dtype, has_weights)
@@ -187,7 +193,7 @@ class Calls:
         return rows, bound
 
     def _bind_combine(
-        self, y: Any, routing: Any, has_weights: bool, bias: Any, outs: Any, reduce: bool
+        self, y: Any, routing: Any, has_weights: bool, bias: Any, outs: Any, reduce: bool, quantize: Any
     ) -> tuple[Any, Any, Bound]:
         where = f"rank {self._runtime.rank}: combine"
         self._check_routing(where, "received", routing)
@@ -205,11 +211,15 @@ class Calls:
             check_flat_combine(where, has_weights, reduce)
         lead = self.rows_shape(routing)
         y = as_tuple(where, "y", y)
-        rows = [check_rows(where, "y", tensor, self._device, lead, ROW_SUM_DTYPES) for tensor in y]
-        check_row_bytes(where, "y", rows, self._row_bytes)
+        if quantize is not None:
+            check_quantized_combine(where, y, quantize, bias)
+        dtypes = ROW_SUM_DTYPES if quantize is None else X_DTYPES
+        rows = [check_rows(where, "y", tensor, self._device, lead, dtypes) for tensor in y]
+        total = None if quantize is None else combined_row_bytes(quantize, rows[0])
+        check_row_bytes(where, "y", rows, self._row_bytes, total)
         shapes = [(*self._out_shape(routing, reduce), row.shape[-1]) for row in rows]
         results = check_out(where, outs or None, self._device, shapes, [row.dtype for row in rows], ROW_SUM_DTYPES)
-        bound = self._binder.combine(rows, results, routing.topk, has_weights, reduce)
+        bound = self._binder.combine(rows, results, routing.topk, has_weights, reduce, quantize)
         if bias is not None:
             addends = check_bias(where, bias, rows, routing.num_tokens, reduce)
             bound = bound._replace(keep=addends)
@@ -218,16 +228,40 @@ class Calls:
                 bound.table[record + protocol.T_BIAS] = addend.data_ptr()
                 bound.table[record + protocol.T_BIAS_STRIDE] = addend.stride(0) * addend.element_size()
         elif _are_read_in_place(y, rows):
-            _remember(self._combines, self._key(routing, has_weights, reduce, y, outs), bound)
+            key = self._combine_key(y, routing, has_weights, outs, reduce, quantize)
+            _remember(self._combines, key, bound)
         return rows, results, bound
 
-    def results_of_dispatch(self, out: Any, rows: Tensors, routing: Routing) -> tuple[torch.Tensor, ...] | None:
+    def results_of_dispatch(self, out: Any, bound: Bound, routing: Routing) -> tuple[torch.Tensor, ...] | None:
         """The caller's tensors for a dispatch's rows, if there are any and they fit."""
         if out is None:
             return None
         where = f"rank {self._runtime.rank}: dispatch"
-        shapes = [(*self.rows_shape(routing), width) for _, width, _ in rows]
-        return check_out(where, out, self._device, shapes, [dtype for dtype, _, _ in rows])
+        shapes = [(*self.rows_shape(routing), width) for _, width, _ in bound.tensors]
+        in_rows = out
+        if bound.quantize is not None and isinstance(out, (tuple, list)):
+            in_rows = [bound.quantize.in_rows(part) if isinstance(part, torch.Tensor) else part for part in out]
+        check_out(where, in_rows, self._device, shapes, [dtype for dtype, _, _ in bound.tensors])
+        return as_tuple(where, "out", out)
+
+    def check_differentiable(self, operation: str, options: dict[str, Any], routing: Any) -> None:
+        """Refuses what has no gradient."""
+        where = f"rank {self._runtime.rank}: {operation}"
+        self._check_routing(where, "routing", routing)
+        usual = {"reduce": True, "split": False, "async_op": False}
+        for name, value in options.items():
+            wanted = usual.get(name)
+            if value is not wanted:
+                raise ConfigError(
+                    f"{where}: argument `{name}`: wanted {wanted} where gradients are needed (or torch.no_grad()), got "
+                    f"{type(value).__name__ if wanted is None else value!r}"
+                )
+
+    def check_traced(self, **options: Any) -> None:
+        """Refuses what `ops` has no operator for."""
+        for name, value in options.items():
+            if value:
+                raise ConfigError(f"argument `{name}`: wanted none while it is traced, got {type(value).__name__}")
 
     def _check_open(self, where: str) -> None:
         if self.is_closed or self._runtime.closed:
@@ -238,6 +272,8 @@ class Calls:
         if not isinstance(routing, Routing):
             wanted = "what route returned" if name == "routing" else "what dispatch or route returned"
             raise ConfigError(f"{where}: argument `{name}`: wanted {wanted}, got {type(routing).__name__}")
+        if routing.calls is not self and routing.ep._calls is self:  # of this handle, as it was
+            raise ClosedError(f"{where}: argument `{name}`: it is from before the handle's placement was changed")
         if routing.calls is not self:
             names = f"{self._name}, got one of another handle, {routing.ep.name}"
             raise ConfigError(f"{where}: argument `{name}`: wanted a routing of {names}")

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
-from epcomm.errors import CapacityError, ConfigError
-from epcomm.kernels.protocol.expert_parallel import MAX_TENSORS
+from epcomm.errors import CapacityError, ConfigError, UnsupportedError
+from epcomm.kernels.protocol.arithmetic import COMBINE_FORMS
+from epcomm.kernels.protocol.expert_parallel import MAX_TENSORS, quantized_row
+from epcomm.moe.quantize import Quantizer
 
 INDEX_DTYPES = (torch.int64, torch.int32)
 
@@ -96,9 +98,41 @@ def check_weights(where: str, weights: Any, device: torch.device, num_tokens: in
     return weights if weights.dtype == torch.float32 and weights.is_contiguous() else weights.float().contiguous()
 
 
-def check_row_bytes(where: str, name: str, tensors: Sequence[torch.Tensor], most: int) -> None:
+def check_quantizer(where: str, quantize: Any) -> None:
+    """One of the formats."""
+    if not isinstance(quantize, Quantizer):
+        raise ConfigError(
+            f"{where}: argument `quantize`: wanted None or an epcomm.Float8, MXFP8 or NVFP4, got "
+            f"{type(quantize).__name__}"
+        )
+
+
+def check_quantized_combine(where: str, y: Any, quantize: Any, bias: Any) -> None:
+    """What combine can do with a format."""
+    check_quantizer(where, quantize)
+    if quantize.form not in COMBINE_FORMS:
+        raise UnsupportedError(
+            f"{where}: argument `quantize`: wanted Float8() or Float8(round_scales_to_power_of_two=True), whose rows "
+            f"combine can sum, got {quantize}"
+        )
+    if len(y) != 1:
+        raise ConfigError(f"{where}: argument `y`: wanted one tensor with quantize, got {len(y)}")
+    if bias is not None:
+        raise ConfigError(f"{where}: argument `bias`: wanted None with quantize, got one: add it to the result")
+
+
+def combined_row_bytes(quantize: Quantizer, row: torch.Tensor) -> int:
+    """Bytes of a row like this one of a combine that quantises."""
+    codes, scales = quantize.result_like(row)
+    return quantized_row(codes.shape[-1], scales.shape[-1] * scales.element_size())
+
+
+def check_row_bytes(
+    where: str, name: str, tensors: Sequence[torch.Tensor], most: int, total: int | None = None
+) -> None:
     """The rows of all tensors together must fit in a row of the memory that was reserved."""
-    total = sum(tensor.shape[-1] * tensor.element_size() for tensor in tensors)
+    if total is None:
+        total = sum(tensor.shape[-1] * tensor.element_size() for tensor in tensors)
     if total > most:
         raise CapacityError(
             f"{where}: argument `{name}`: wanted rows of at most {most} bytes together (hidden * dtype of "

@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 
 from epcomm.device.cpu.arithmetic import Format, Values, convert, cpu_features
 from epcomm.device.cpu.compile import device
-from epcomm.device.cpu.memory import F32, I8, I32, I64, VECTOR_BYTES, pointer, word
+from epcomm.device.cpu.memory import F32, I64, VECTOR_BYTES, pointer, prefetch, prefetch_line, word
 
 #: Accumulators of 64 bytes in a block: half of the registers of AVX-512, else half of 512 bytes (AVX2, NEON).
 ACCUMULATORS = 16 if "avx512f" in cpu_features() else 4
@@ -79,14 +79,14 @@ def _columns(fold: Fold, items: int, streaming: bool = False) -> Any:
                 weight_bytes = builder.select(plain, I64(0), I64(4))
 
             def fold_source(k, accumulators):
-                source = builder.add(_word(builder, sources, k), in_offset)
+                source = builder.add(load_word(builder, sources, k), in_offset)
                 weight = None
                 if fold.weighted:
                     weight = builder.load(pointer(builder, builder.add(weights, builder.mul(k, weight_bytes)), F32))
                 if streaming and fold.prefetch:
-                    ahead_source = builder.add(_word(builder, ahead_sources, k), ahead)
+                    ahead_source = builder.add(load_word(builder, ahead_sources, k), ahead)
                     for line in range(0, in_bytes, VECTOR_BYTES):
-                        _prefetch(builder, builder.add(ahead_source, I64(line)))
+                        prefetch(builder, builder.add(ahead_source, I64(line)))
                 values: Values = []
                 for at in range(0, in_bytes, VECTOR_BYTES):
                     values += fold.input.load(builder, builder.add(source, I64(at)), vector=not single)
@@ -95,7 +95,7 @@ def _columns(fold: Fold, items: int, streaming: bool = False) -> Any:
                     for accumulator, value in zip(accumulators or [None] * len(values), values, strict=True)
                 ]
 
-            results = _loop_over_sources(builder, num_sources, fold_source)
+            results = loop_over_sources(builder, num_sources, fold_source)
             if fold.finish is not None:
                 results = [fold.finish(builder, result, num_sources) for result in results]
             results = convert(builder, results, fold.input, fold.output)
@@ -110,12 +110,12 @@ def _columns(fold: Fold, items: int, streaming: bool = False) -> Any:
     return columns
 
 
-def _word(builder: Any, block: Any, index: Any) -> Any:
+def load_word(builder: Any, block: Any, index: Any) -> Any:
     """Word `index` (64 bits) of the block at address `block`."""
     return builder.load(pointer(builder, builder.add(block, builder.shl(index, I64(3))), I64))
 
 
-def _loop_over_sources(builder: Any, num_sources: Any, fold_source: Callable[[Any, Values | None], Values]) -> Values:
+def loop_over_sources(builder: Any, num_sources: Any, fold_source: Callable[[Any, Values | None], Values]) -> Values:
     """``fold_source(k, accumulators)`` for k = 0 (where there are none yet), then 1 up to `num_sources`."""
     initial = fold_source(I64(0), None)
     before = builder.block
@@ -143,22 +143,6 @@ def _loop_over_sources(builder: Any, num_sources: Any, fold_source: Callable[[An
     return results
 
 
-@intrinsic
-def _prefetch_line(typingctx, address):
-    def codegen(context, builder, signature, args):
-        _prefetch(builder, args[0])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
-
-
-def _prefetch(builder: Any, address: Any) -> None:
-    """Fetches a line for reading into all caches; an address that is not mapped does no harm."""
-    signature = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
-    function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
-    builder.call(function, [pointer(builder, address, I8), I32(0), I32(3), I32(1)])
-
-
 def make_fold(name: str, fold: Fold) -> Any:
     """``f(destination, sources, weights, num_sources, num_items, streaming)`` for kernels; at least one source.
 
@@ -170,7 +154,7 @@ def make_fold(name: str, fold: Fold) -> Any:
     item, step, block = _columns(fold, 1), _columns(fold, step_items), _columns(fold, block_items)
     stream = _columns(fold, stream_items, streaming=True)
     in_bytes, out_bytes = fold.input.item_bytes, fold.output.item_bytes
-    prefetch = fold.prefetch
+    prefetches = fold.prefetch
 
     def run(destination, sources, weights, num_sources, num_items, streaming):
         done = 0
@@ -184,10 +168,10 @@ def make_fold(name: str, fold: Fold) -> Any:
             row_bytes = num_items * in_bytes
             distance = min(max(_PREFETCH_BYTES // num_sources, _LEAST_PREFETCH_BYTES), row_bytes)
             has_following = streaming >= _LEAST_ADDRESS
-            if prefetch and not has_following:
+            if prefetches and not has_following:
                 for at in range(0, distance, VECTOR_BYTES):
                     for k in range(num_sources):
-                        _prefetch_line(word(sources, k) + done * in_bytes + at)
+                        prefetch_line(word(sources, k) + done * in_bytes + at)
             following = streaming if has_following else sources
             while done + stream_items <= num_items:
                 ahead = done * in_bytes + distance

@@ -129,6 +129,35 @@ def fence(typingctx):
     return types.void(), codegen
 
 
+def prefetch(builder: Any, address: Any, for_writing: bool = False) -> None:
+    """Fetches a line into all caches; an address that is not mapped does no harm."""
+    signature = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+    function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
+    builder.call(function, [pointer(builder, address, I8), I32(int(for_writing)), I32(3), I32(1)])
+
+
+def _line_prefetcher(for_writing: bool) -> Any:
+    @intrinsic
+    def prefetch_line(typingctx, address):
+        def codegen(context, builder, signature, args):
+            prefetch(builder, args[0], for_writing)
+            return context.get_dummy_value()
+
+        return types.void(types.int64), codegen
+
+    return prefetch_line
+
+
+prefetch_line, _prefetch_line_for_writing = _line_prefetcher(False), _line_prefetcher(True)
+
+
+@device
+def prefetch_for_writing(address, num_bytes):
+    """Asks for the ownership of the lines of these bytes, which stores then don't have to wait for."""
+    for at in range(address & -VECTOR_BYTES, address + num_bytes, VECTOR_BYTES):
+        _prefetch_line_for_writing(at)
+
+
 @intrinsic
 def copy_bytes(typingctx, destination, source, num_bytes):
     """memcpy."""

@@ -3,8 +3,8 @@
 Roles and phases
   1  all programs, by rank and with weights: push the weights of their share of the tokens to the receivers of the rows;
      the last to finish raises WEIGHTED at every peer.
-  2  all programs: copy their share of y into the output block, unless the experts wrote there; by rank: put the sum of
-     each token's rows on this rank there instead. The last to finish raises READY at every peer.
+  2  all programs: copy (or quantise) their share of y into the output block, unless the experts wrote there; by rank:
+     put the sum of each token's rows on this rank there instead. The last to finish raises READY at every peer.
   3  what `combine_receive` does, here or in a launch of its own.
 
 Edges
@@ -18,12 +18,14 @@ from __future__ import annotations
 
 from epcomm.device import control
 from epcomm.device.cpu.compile import device, kernel
+from epcomm.device.cpu.function import call5
 from epcomm.device.cpu.memory import copy, load32, word
 from epcomm.device.cpu.waiting import signal, wait
 from epcomm.kernels.cpu.combine_receive import sum_rows
 from epcomm.kernels.cpu.counts import base_of, signal_word
 from epcomm.kernels.cpu.partial_sums import share_weights, sum_on_this_rank
 from epcomm.kernels.cpu.phases import announce, arrive, follow
+from epcomm.kernels.cpu.slots import scales_of
 from epcomm.kernels.protocol import expert_parallel as protocol
 from epcomm.kernels.protocol import sites
 
@@ -66,7 +68,13 @@ def _stage_rows(args, block, start, num_rows, program, num_programs):
         tensor = word(args, protocol.TENSORS) + 8 * protocol.TENSOR_WORDS * i
         num_bytes, stride = word(tensor, protocol.T_ROW_BYTES), word(tensor, protocol.T_STRIDE)
         source, to = word(tensor, protocol.T_ADDRESS), block + word(tensor, protocol.T_OFFSET)
-        if stride == num_bytes:
+        quantize = word(tensor, protocol.T_QUANTIZE)
+        if quantize != 0:
+            columns, argument = word(tensor, protocol.T_ELEMENTS), word(tensor, protocol.T_QUANTIZE_ARGUMENT)
+            for row in range(first, last):
+                codes = to + row * num_bytes
+                call5(quantize, source + row * stride, codes, scales_of(codes, columns), columns, argument)
+        elif stride == num_bytes:
             copy(to + first * num_bytes, source + first * num_bytes, (last - first) * num_bytes)
         else:
             for row in range(first, last):

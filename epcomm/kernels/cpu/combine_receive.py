@@ -1,7 +1,8 @@
 """The receiving half of a combine: sums the rows of this rank's tokens, read from their owners' output blocks.
 
 Roles, all programs: wait for every peer's READY, then sum the rows of their share of the tokens, in slot order (by
-rank: in rank order), in float32 (float64 for float64), rounded once; the last to finish raises DONE at every peer.
+rank: in rank order), in float32 (float64 for float64), rounded once; the last to finish raises DONE at every peer. Rows
+that were quantised are summed by another T_ROW_SUM.
 
 Edges
   RAW  READY: the peer's expert outputs (by rank: their sums per token) are in the output block whose number it carries.
@@ -195,8 +196,8 @@ def sum_rows(ctx, args, epoch, program, num_programs):
             return status
     num_tokens, scratch_bytes = word(routing, protocol.NUM_TOKENS), word(state, protocol.SCRATCH_BYTES)
     first, last = num_tokens * program // num_programs, num_tokens * (program + 1) // num_programs
-    scratch = word(state, protocol.SCRATCH) + program * scratch_bytes
-    _combine_tokens(ctx, args, state, epoch, first, last, scratch, scratch_bytes // 2)
+    scratch, record_bytes = word(state, protocol.SCRATCH) + program * scratch_bytes, scratch_bytes // 2
+    _combine_tokens(ctx, args, state, epoch, first, last, scratch, record_bytes)
     if arrive(state, num_programs):
         set_word(state, protocol.COMBINE_EPOCH, epoch)
         for distance in range(size):

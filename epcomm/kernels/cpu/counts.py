@@ -10,7 +10,7 @@ from __future__ import annotations
 from epcomm.device import control
 from epcomm.device.control import LINE
 from epcomm.device.cpu.compile import device, kernel
-from epcomm.device.cpu.memory import copy_bytes, load32, set_word, store32, word
+from epcomm.device.cpu.memory import copy_bytes, load32, load_acquire, set_word, store32, word
 from epcomm.device.cpu.waiting import meet, signal
 from epcomm.kernels.protocol import expert_parallel as protocol
 from epcomm.kernels.protocol import sites
@@ -109,14 +109,18 @@ def exchange_counts(ctx, args, program, num_programs):
     me, size = word(ctx, control.RANK), word(ctx, control.SIZE)
     epoch = word(state, protocol.COUNT_EPOCH) + 1
     set_word(state, protocol.COUNT_EPOCH, epoch)
-    kind = protocol.COUNTS + (epoch & 1)
+    kind, value = protocol.COUNTS + (epoch & 1), epoch << protocol.PAYLOAD_BITS
+    requires_grad = word(routing, protocol.REQUIRES_GRAD)
     for distance in range(size):
         rank = (me + distance) % size
         push_counts(ctx, state, routing, rank, epoch)
-        signal(signal_word(ctx, state, kind, rank, me), epoch)
+        signal(signal_word(ctx, state, kind, rank, me), value | requires_grad)
     for distance in range(1, size):
         rank = (me + distance) % size
-        status = meet(ctx, signal_word(ctx, state, kind, me, rank), epoch, rank, sites.ROUTE_COUNTS)  # RAW
+        counted = signal_word(ctx, state, kind, me, rank)
+        status = meet(ctx, counted, value, rank, sites.ROUTE_COUNTS)  # RAW
         if status != control.OK:
             return status
+        requires_grad |= load_acquire(counted) & 1
+    set_word(routing, protocol.REQUIRES_GRAD, requires_grad)
     return place_rows(ctx, state, routing, epoch)

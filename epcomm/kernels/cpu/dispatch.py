@@ -2,7 +2,8 @@
 
 Roles and phases
   1  program 0: grant a block to every peer (in latency mode with this rank's counts); wait for every peer's grant.
-  2  all programs: copy the rows of their share of the tokens; the last to finish raises ROWS at every peer.
+  2  all programs: copy the rows of their share of the tokens, or quantise each once and copy that; the last to finish
+     raises ROWS at every peer.
   3  what `dispatch_receive` does, here or in a launch of its own.
 
 Rows that travel by rank go to the peer's arrivals, unless the layout is flat; the grant is one of those, too.
@@ -17,12 +18,14 @@ from __future__ import annotations
 
 from epcomm.device import control
 from epcomm.device.cpu.compile import device, kernel
+from epcomm.device.cpu.function import call5
 from epcomm.device.cpu.memory import (
     copy,
     copy_streaming,
     fence,
     load32,
     load_acquire,
+    prefetch_for_writing,
     set_word,
     store32,
     store_float,
@@ -35,6 +38,8 @@ from epcomm.kernels.cpu.phases import announce, arrive, follow
 from epcomm.kernels.cpu.slots import is_dropped, slot_weight
 from epcomm.kernels.protocol import expert_parallel as protocol
 from epcomm.kernels.protocol import sites
+
+_SHORT_ROW_BYTES = 1024
 
 
 @device
@@ -70,21 +75,64 @@ def _granted_block(ctx, state, rank, epoch):
 
 
 @device
-def _copy_row(args, token, row, block, streaming):
+def _tensors(args, state, program):
+    """The table of what is copied: the caller's, or one of a token's quantised row in this program's scratch memory.
+
+    The latter's records are of the codes and of the scales. Their stride is 0: it is the same row for all tokens.
+    """
+    given = word(args, protocol.TENSORS)
+    if word(given, protocol.T_QUANTIZE) == 0:
+        return given
+    scratch = word(state, protocol.SCRATCH) + program * word(state, protocol.SCRATCH_BYTES)
+    address = scratch + 8 * protocol.TENSOR_WORDS * 2
+    for i in range(2):
+        record, tensor = 8 * protocol.TENSOR_WORDS * i, scratch + 8 * protocol.TENSOR_WORDS * i
+        address += -address & (control.LINE - 1)
+        for at in range(protocol.TENSOR_WORDS):
+            set_word(tensor, at, word(given + record, at))
+        set_word(tensor, protocol.T_ADDRESS, address)
+        set_word(tensor, protocol.T_STRIDE, 0)
+        address += word(tensor, protocol.T_ROW_BYTES)
+    return scratch
+
+
+@device
+def _quantize_row(args, tensors, token):
+    """Quantises a token's row, into scratch memory."""
+    given = word(args, protocol.TENSORS)
+    call5(
+        word(given, protocol.T_QUANTIZE),
+        word(given, protocol.T_ADDRESS) + token * word(given, protocol.T_STRIDE),
+        word(tensors, protocol.T_ADDRESS),
+        word(tensors + 8 * protocol.TENSOR_WORDS, protocol.T_ADDRESS),
+        word(given, protocol.T_ELEMENTS),
+        word(given, protocol.T_QUANTIZE_ARGUMENT),
+    )
+
+
+@device
+def _copy_row(tensors, num_tensors, token, row, block, streaming):
     """Copies a token's row of every tensor to `row` of `block`."""
-    for i in range(word(args, protocol.NUM_TENSORS)):
-        tensor = word(args, protocol.TENSORS) + 8 * protocol.TENSOR_WORDS * i
+    if streaming:
+        # short rows, such as scales, don't fill lines: these are fetched while the first tensor's row is on its way
+        for i in range(1, num_tensors):
+            tensor = tensors + 8 * protocol.TENSOR_WORDS * i
+            num_bytes = word(tensor, protocol.T_ROW_BYTES)
+            if num_bytes <= _SHORT_ROW_BYTES:
+                prefetch_for_writing(block + word(tensor, protocol.T_OFFSET) + row * num_bytes, num_bytes)
+    for i in range(num_tensors):
+        tensor = tensors + 8 * protocol.TENSOR_WORDS * i
         num_bytes = word(tensor, protocol.T_ROW_BYTES)
         source = word(tensor, protocol.T_ADDRESS) + token * word(tensor, protocol.T_STRIDE)
         to = block + word(tensor, protocol.T_OFFSET) + row * num_bytes
-        if streaming:
+        if streaming and (num_bytes > _SHORT_ROW_BYTES or num_bytes & 63 == 0):
             copy_streaming(to, source, num_bytes)
         else:
             copy(to, source, num_bytes)
 
 
 @device
-def _send_per_expert(ctx, args, state, epoch, first, last, streaming):
+def _send_per_expert(ctx, args, state, epoch, program, first, last, streaming):
     """One row per (token, expert): contiguous and padded layouts."""
     routing, topk = word(args, protocol.ROUTING), word(word(args, protocol.ROUTING), protocol.TOPK)
     experts, positions, base = (
@@ -94,16 +142,22 @@ def _send_per_expert(ctx, args, state, epoch, first, last, streaming):
     )
     owner, token_region = word(state, protocol.OWNER), word(state, protocol.TOKEN_REGION)
     weights = word(args, protocol.WEIGHTS)
-    deliver_weights = weights != 0 and word(state, protocol.LAYOUT) == protocol.CONTIGUOUS
+    deliver_weights = weights != 0
+    tensors, num_tensors = _tensors(args, state, program), word(args, protocol.NUM_TENSORS)
+    quantizes = tensors != word(args, protocol.TENSORS)
     for token in range(first, last):
+        to_quantize = quantizes  # once, if it goes anywhere
         for slot in range(topk):
             expert = load32(experts + 4 * (token * topk + slot))
             if expert >= 0:
                 row = load32(base + 4 * expert) + load32(positions + 4 * (token * topk + slot))
                 if is_dropped(state, row):
                     continue
+                if to_quantize:
+                    _quantize_row(args, tensors, token)
+                    to_quantize = False
                 block = _granted_block(ctx, state, load32(owner + 4 * expert), epoch)
-                _copy_row(args, token, row, block, streaming)
+                _copy_row(tensors, num_tensors, token, row, block, streaming)
                 store32(block + token_region + 4 * row, token)
                 if deliver_weights:
                     weight = slot_weight(routing, weights, token, slot, topk)
@@ -156,26 +210,32 @@ def _describe_arrival(ctx, args, state, token, rank, row, arrivals):
 
 
 @device
-def _send_per_rank(ctx, args, state, epoch, first, last, streaming):
+def _send_per_rank(ctx, args, state, epoch, program, first, last, streaming):
     """One row per (token, rank), with what goes with it."""
     routing, size, me = word(args, protocol.ROUTING), word(ctx, control.SIZE), word(ctx, control.RANK)
     base = word(routing, protocol.BASE) + 4 * word(state, protocol.NUM_EXPERTS)
     is_flat = word(state, protocol.LAYOUT) == protocol.FLAT
+    tensors, num_tensors = _tensors(args, state, program), word(args, protocol.NUM_TENSORS)
+    quantizes = tensors != word(args, protocol.TENSORS)
     for token in range(first, last):
+        to_quantize = quantizes  # once, if it goes anywhere
         for distance in range(size):
             rank = (me + distance) % size
             position = load32(word(routing, protocol.RANK_POSITION) + 4 * (token * size + rank))
             if position >= 0:
                 row = load32(base + 4 * rank) + position
+                if is_flat and is_dropped(state, row):
+                    continue
+                if to_quantize:
+                    _quantize_row(args, tensors, token)
+                    to_quantize = False
                 if is_flat:
-                    if is_dropped(state, row):
-                        continue
                     block = _granted_block(ctx, state, rank, epoch)
-                    _copy_row(args, token, row, block, streaming)
+                    _copy_row(tensors, num_tensors, token, row, block, streaming)
                     _describe_flat(ctx, args, state, token, rank, row, block)
                 else:
                     arrivals = base_of(state, rank) + word(state, protocol.ARRIVALS)
-                    _copy_row(args, token, row, arrivals, streaming)
+                    _copy_row(tensors, num_tensors, token, row, arrivals, streaming)
                     _describe_arrival(ctx, args, state, token, rank, row, arrivals)
 
 
@@ -199,9 +259,9 @@ def dispatch(ctx, args, program, num_programs):
     num_tokens = word(routing, protocol.NUM_TOKENS)
     first, last = num_tokens * program // num_programs, num_tokens * (program + 1) // num_programs
     if word(args, protocol.BY_RANK):
-        _send_per_rank(ctx, args, state, epoch, first, last, streaming)
+        _send_per_rank(ctx, args, state, epoch, program, first, last, streaming)
     else:
-        _send_per_expert(ctx, args, state, epoch, first, last, streaming)
+        _send_per_expert(ctx, args, state, epoch, program, first, last, streaming)
     if streaming:
         fence()
     if arrive(state, num_programs):

@@ -104,7 +104,7 @@ def _expand(ctx, args, state, routing, program, num_programs):
     arrivals = base_of(state, word(ctx, control.RANK)) + word(state, protocol.ARRIVALS)
     tokens, places = arrivals + word(state, protocol.ARRIVED_TOKEN), arrivals + word(state, protocol.ARRIVED_PLACE)
     weights = arrivals + word(state, protocol.ARRIVED_WEIGHT)
-    deliver_weights = word(args, protocol.HAS_WEIGHTS) and word(state, protocol.LAYOUT) == protocol.CONTIGUOUS
+    deliver_weights = word(args, protocol.HAS_WEIGHTS)
     moved = word(routing, protocol.TOTAL_ROWS) * word(args, protocol.ROW_BYTES_TOTAL)
     streaming = moved > word(state, protocol.STREAMING_BYTES)
     for row in range(num_arrived * program // num_programs, num_arrived * (program + 1) // num_programs):

@@ -1,19 +1,19 @@
 """Combine by rank, before anything travels back: the weighted sum of each token's rows on this rank.
 
 The weights are the token's rank's: it pushes them to the arrivals of whoever has the rows. The sum is in slot order, in
-float32 (float64 for float64), and rounded once to the dtype of y.
+float32 (float64 for float64), and rounded once to the dtype of y; or quantised, as float32.
 """
 
 from __future__ import annotations
 
 from epcomm.device import control
 from epcomm.device.cpu.compile import device
-from epcomm.device.cpu.function import call6
+from epcomm.device.cpu.function import call5, call6
 from epcomm.device.cpu.memory import load32, load_float, set_word, store_float, word
 from epcomm.device.cpu.waiting import meet, signal
 from epcomm.kernels.cpu.counts import base_of, signal_word
 from epcomm.kernels.cpu.phases import arrive
-from epcomm.kernels.cpu.slots import slot_weight
+from epcomm.kernels.cpu.slots import scales_of, slot_weight
 from epcomm.kernels.protocol import expert_parallel as protocol
 from epcomm.kernels.protocol import sites
 
@@ -65,6 +65,8 @@ def sum_on_this_rank(ctx, args, state, block, epoch, program, num_programs):
     arrivals = base_of(state, word(ctx, control.RANK)) + word(state, protocol.ARRIVALS)
     weights = word(state, protocol.SCRATCH) + program * word(state, protocol.SCRATCH_BYTES)
     sources = weights + 8 * word(state, protocol.MOST_SOURCES)
+    whole = sources + 8 * word(state, protocol.MOST_SOURCES)  # a row of float32s, before it is quantised
+    whole += -whole & (control.LINE - 1)
     for row in range(num_arrived * program // num_programs, num_arrived * (program + 1) // num_programs):
         for i in range(word(args, protocol.NUM_TENSORS)):
             tensor = word(args, protocol.TENSORS) + 8 * protocol.TENSOR_WORDS * i
@@ -79,6 +81,10 @@ def sum_on_this_rank(ctx, args, state, block, epoch, program, num_programs):
                         store_float(weights + 4 * count, load_float(factor))
                     count += 1
             out = block + word(tensor, protocol.T_OFFSET) + row * word(tensor, protocol.T_ROW_BYTES)
-            elements = word(tensor, protocol.T_ELEMENTS)
-            call6(word(tensor, protocol.T_PARTIAL_SUM), out, sources, weights if weighted else 0, count, elements, 0)
+            elements, quantize = word(tensor, protocol.T_ELEMENTS), word(tensor, protocol.T_QUANTIZE)
+            to = out if quantize == 0 else whole
+            call6(word(tensor, protocol.T_PARTIAL_SUM), to, sources, weights if weighted else 0, count, elements, 0)
+            if quantize != 0:
+                argument = word(tensor, protocol.T_QUANTIZE_ARGUMENT)
+                call5(quantize, whole, out, scales_of(out, elements), elements, argument)
     return control.OK

@@ -50,8 +50,10 @@ class Form:
     scale_bytes: int
     #: ``(builder, bits of blocks' largest finite magnitudes, argument) -> (scales as they are stored, factors)``
     scale: Callable[[Any, Any, Any], tuple[Any, Any]]
-    #: ``(builder, bits, bits of magnitudes, quotients) -> codes``, as int32
+    #: ``(builder, bits, bits of magnitudes, quotients) -> codes``, as int32s of which the lowest bits are meant
     encode: Callable[[Any, Any, Any, Any], Any]
+    #: the same where all numbers are finite, without signs
+    encode_finite: Callable[[Any, Any], Any]
     divides: bool = False  # by the factors, instead of multiplying with them
     scales_alignment: int = 1  # a row's bytes of scales are filled up with zeros to a multiple
 
@@ -61,7 +63,8 @@ def _nearest(builder: Any, values: Any, element: _Element) -> tuple[Any, Any]:
 
     The sum with a power of two that is 2^dropped_bits times the number's own (or the first normal's) has the element's
     step as its last place. What this rounds to counts steps, from 0 for a subnormal, else from 2^mantissa_bits.
-    Only the low byte of a code is meant: what the exponent's bias leaves there is added to the power of two.
+    Only the low byte of a code is meant: what the exponent's bias leaves there is added to the power of two, whose own
+    is 0.
     """
     dropped = element.dropped_bits
     bias = -(element.first_normal >> dropped) & 0xFF  # even, so ties stay what they are
@@ -69,8 +72,8 @@ def _nearest(builder: Any, values: Any, element: _Element) -> tuple[Any, Any]:
     powers = call_intrinsic(builder, "umax", powers, constant_like(powers, element.first_normal))
     rounders = builder.add(powers, constant_like(powers, (dropped << _MANTISSA_BITS) + bias))
     sums = builder.fadd(values, as_floats(builder, rounders))
-    below = builder.sub(powers, builder.lshr(powers, constant_like(powers, dropped)))
-    return builder.sub(as_ints(builder, sums), below), builder.fsub(sums, as_floats(builder, rounders))
+    codes = builder.add(as_ints(builder, sums), builder.lshr(powers, constant_like(powers, dropped)))
+    return codes, builder.fsub(sums, as_floats(builder, rounders))
 
 
 def merge(builder: Any, mask: int, inside: Any, outside: Any) -> Any:
@@ -116,30 +119,52 @@ def _scale_by_float8(builder: Any, largest: Any, argument: Any) -> tuple[Any, An
     return codes, builder.fdiv(constant_like(steps, 1.0), steps)
 
 
+def quotients_of(builder: Any, values: Any, divisors: Any, reciprocals: Any) -> Any:
+    """values / divisors, of whose reciprocals the nearest float32s are known, as exact as the codes need it.
+
+    The remainder of an approximate quotient is exact but for its last bits, so the corrected quotient is the nearest
+    float32 to something within 2^-44 of the true one. That it may be another float32 than division gives matters only
+    where one is the middle between two codes, and there it isn't (the tests have all such cases). Divisors are from
+    2^-72 on, and below 2^120, so that nothing that matters underflows.
+    """
+    rough = builder.fmul(values, reciprocals)
+    remainders = call_intrinsic(builder, "fma", builder.fneg(rough), divisors, values)
+    return call_intrinsic(builder, "fma", remainders, reciprocals, rough)
+
+
+def _encode_finite_float8(builder: Any, quotients: Any) -> Any:
+    """No quotient is above 448 by more than a rounding."""
+    return _nearest(builder, quotients, _E4M3)[0]
+
+
 def _encode_float8(builder: Any, bits: Any, magnitudes: Any, quotients: Any) -> Any:
-    """e4m3 with the sign; NaN for what isn't finite. No finite quotient is above 448 by more than a rounding."""
-    codes, _ = _nearest(builder, quotients, _E4M3)
+    """e4m3 with the sign; NaN for what isn't finite."""
+    codes = _encode_finite_float8(builder, quotients)
     codes = merge(builder, 0x80, builder.lshr(bits, constant_like(bits, 24)), codes)
     is_finite = builder.icmp_unsigned("<", magnitudes, constant_like(magnitudes, INFINITY))
     return builder.select(is_finite, codes, constant_like(codes, _E4M3_NAN))
 
 
-def _encode_float4(builder: Any, bits: Any, magnitudes: Any, quotients: Any) -> Any:
-    """e2m1 with the sign; the largest for what is more, infinite or NaN, whose sign is dropped."""
+def _encode_finite_float4(builder: Any, quotients: Any) -> Any:
     quotients = as_ints(builder, quotients)
     quotients = call_intrinsic(builder, "umin", quotients, constant_like(quotients, _E2M1.largest_bits))
-    codes, _ = _nearest(builder, as_floats(builder, quotients), _E2M1)
+    return _nearest(builder, as_floats(builder, quotients), _E2M1)[0]
+
+
+def _encode_float4(builder: Any, bits: Any, magnitudes: Any, quotients: Any) -> Any:
+    """e2m1 with the sign; the largest for what is more, infinite or NaN, whose sign is dropped."""
+    codes = _encode_finite_float4(builder, quotients)
     is_number = builder.icmp_unsigned("<=", magnitudes, constant_like(magnitudes, INFINITY))
     signs = builder.select(is_number, builder.lshr(bits, constant_like(bits, 28)), constant_like(bits, 0))
     return merge(builder, 8, signs, codes)
 
 
 FORMS = {
-    "float32": Form(128, 8, 4, _scale_by_number, _encode_float8, divides=True),
-    "power_of_two": Form(128, 8, 4, _scale_by_power, _encode_float8),
-    "packed": Form(128, 8, 1, _scale_by_exponent, _encode_float8, scales_alignment=4),
-    "mxfp8": Form(32, 8, 1, _scale_by_exponent, _encode_float8),
-    "nvfp4": Form(16, 4, 1, _scale_by_float8, _encode_float4),
+    "float32": Form(128, 8, 4, _scale_by_number, _encode_float8, _encode_finite_float8, divides=True),
+    "power_of_two": Form(128, 8, 4, _scale_by_power, _encode_float8, _encode_finite_float8),
+    "packed": Form(128, 8, 1, _scale_by_exponent, _encode_float8, _encode_finite_float8, scales_alignment=4),
+    "mxfp8": Form(32, 8, 1, _scale_by_exponent, _encode_float8, _encode_finite_float8),
+    "nvfp4": Form(16, 4, 1, _scale_by_float8, _encode_float4, _encode_finite_float4),
 }
 
 

@@ -1,4 +1,4 @@
-"""A token's slots and rows: what they weigh, and which are dropped."""
+"""A token's slots and rows: what they weigh, which are dropped, and where a quantised one has its scales."""
 
 from __future__ import annotations
 
@@ -16,6 +16,12 @@ def slot_weight(routing, weights, token, slot, topk):
         if load32(experts + 4 * later) == -2 - slot:
             total += load_float(given + 4 * later)
     return total
+
+
+@device
+def scales_of(row, columns):
+    """Address of the scales of a quantised row of a combine: see `protocol.quantized_row`."""
+    return row + ((columns + protocol.SCALES_ALIGNMENT - 1) & -protocol.SCALES_ALIGNMENT)
 
 
 @device

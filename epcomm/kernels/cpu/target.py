@@ -22,7 +22,9 @@ from epcomm.kernels.cpu.counts import exchange_counts
 from epcomm.kernels.cpu.dispatch import dispatch
 from epcomm.kernels.cpu.dispatch_receive import dispatch_receive
 from epcomm.kernels.cpu.exchange import exchange
+from epcomm.kernels.cpu.float8_row_sum import float8_row_sum
 from epcomm.kernels.cpu.point_to_point import recv, send
+from epcomm.kernels.cpu.quantize_rows import quantize_row
 from epcomm.kernels.cpu.reduction import reduction
 from epcomm.kernels.cpu.route import route
 from epcomm.kernels.cpu.row_sum import row_sum
@@ -104,20 +106,28 @@ class CpuTarget:
         return dispatch
 
     def quantized_dispatch(
-        self, num_experts: int, size: int, is_expanded: bool, dtype: torch.dtype, scales: str
-    ) -> None:
-        return None
+        self, records: np.ndarray, num_experts: int, size: int, is_expanded: bool, dtype: torch.dtype, form: str,
+        argument: int,
+    ) -> Kernel:  # fmt: skip
+        records[0, expert_parallel.T_QUANTIZE] = quantize_row(dtype, form).address
+        records[0, expert_parallel.T_QUANTIZE_ARGUMENT] = argument
+        return dispatch
 
     def dispatch_receive(self, kernel: Kernel) -> Kernel:
         return dispatch_receive
 
     def combine(
-        self, records: np.ndarray, dtypes: Sequence[tuple[torch.dtype, torch.dtype]], size: int, is_summed_here: bool
-    ) -> Kernel:
+        self, records: np.ndarray, dtypes: Sequence[tuple[torch.dtype, torch.dtype]], size: int, is_summed_here: bool,
+        form: str | None,
+    ) -> Kernel:  # fmt: skip
         for record, (rows, result) in zip(records, dtypes, strict=True):
-            record[expert_parallel.T_ROW_SUM] = row_sum(rows, result).address
+            sums = rows if form is None else torch.float32
+            if form is not None:
+                record[expert_parallel.T_QUANTIZE] = quantize_row(sums if is_summed_here else rows, form).address
+            total = row_sum(rows, result) if form is None else float8_row_sum(result)
+            record[expert_parallel.T_ROW_SUM] = total.address
             if is_summed_here:
-                record[expert_parallel.T_PARTIAL_SUM] = row_sum(rows, rows).address
+                record[expert_parallel.T_PARTIAL_SUM] = row_sum(rows, sums).address
         return combine
 
     def combine_receive(self, kernel: Kernel) -> Kernel:

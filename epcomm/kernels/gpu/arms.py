@@ -11,7 +11,7 @@ import torch
 from epcomm.device.gpu.aot import name_of
 from epcomm.device.gpu.compile import Kernel
 from epcomm.kernels.gpu.target import GpuKernels
-from epcomm.kernels.protocol.arithmetic import ROW_SUM_DTYPES, SWITCH_DTYPES, SWITCH_OPS, supported_ops
+from epcomm.kernels.protocol.arithmetic import COMBINE_FORMS, ROW_SUM_DTYPES, SWITCH_DTYPES, SWITCH_OPS, supported_ops
 
 _BF16, _F16, _F32, _F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 _INTEGERS = tuple(getattr(torch, f"{sign}int{bits}") for bits in (8, 16, 32, 64) for sign in ("", "u"))
@@ -40,6 +40,16 @@ MORE_COMBINES = tuple(((rows, results),) for rows in ROW_SUM_DTYPES for results 
     ((_BF16, _F32), (_F16, _F32), (_F64, _F64)),
 )
 
+#: the same, and their scales, of a combine that quantises
+QUANTIZED_COMBINES = (
+    (((_BF16, _BF16),), "float32"),
+    (((_F16, _F32),), "power_of_two"),
+    (((_F32, _F64),), "float32"),
+)
+MORE_QUANTIZED_COMBINES = tuple(
+    (((rows, results),), form) for rows in (_BF16, _F16, _F32) for results in ROW_SUM_DTYPES for form in COMBINE_FORMS
+)
+
 #: one of each size and kind of number; each kind of arithmetic
 REDUCTIONS = (
     *((dtype, "sum") for dtype in (_BF16, _F16, _F32, _F64, torch.int8, torch.int16, torch.int32, torch.int64)),
@@ -52,15 +62,22 @@ MORE_REDUCTIONS = tuple((dtype, op) for dtype in (_BF16, _F16, _F32, _F64, *_INT
 
 def arms(everything: bool = False) -> dict[str, Kernel]:
     """Arms by name, such as "dispatch EXPERTS=256 RANKS=8": a representative few, or all that users reach."""
-    found = [*_arms(QUANTIZED, COMBINES, REDUCTIONS, everything)]
+    found = [*_arms(QUANTIZED, COMBINES, QUANTIZED_COMBINES, REDUCTIONS, everything)]
     if everything:
-        found += _arms(MORE_QUANTIZED, MORE_COMBINES, MORE_REDUCTIONS, everything)
+        found += _arms(MORE_QUANTIZED, MORE_COMBINES, MORE_QUANTIZED_COMBINES, MORE_REDUCTIONS, everything)
     return {name_of(kernel): kernel for kernel in found}  # several operations may share one
+
+
+def _quantized_dispatch(kernels: GpuKernels, is_expanded: bool, dtype: torch.dtype, form: str) -> Kernel:
+    kernel = kernels.quantized_dispatch(_NOTHING, 256, 8, is_expanded, dtype, form, 0)
+    assert kernel is not None, form
+    return kernel
 
 
 def _arms(
     quantized: Sequence[tuple[torch.dtype, str]],
     combines: Sequence[tuple],
+    quantized_combines: Sequence[tuple],
     reductions: Sequence[tuple[torch.dtype, str]],
     everything: bool,
 ) -> Iterator[Kernel]:
@@ -72,13 +89,17 @@ def _arms(
             whole = kernels.dispatch(*extents, is_expanded)
             yield from (whole, kernels.dispatch_receive(whole))
     for rows in quantized:
-        yield kernels.quantized_dispatch(256, 8, False, *rows)
+        yield _quantized_dispatch(kernels, False, *rows)
     for rows in quantized if everything else quantized[:1]:
-        yield kernels.quantized_dispatch(256, 8, True, *rows)
+        yield _quantized_dispatch(kernels, True, *rows)
     for dtypes in combines:
-        yield kernels.combine(_NOTHING, dtypes, 8, False)
+        yield kernels.combine(_NOTHING, dtypes, 8, False, None)
     for dtypes in combines if everything else (combines[0], combines[-1]):
-        by_rank = kernels.combine(_NOTHING, dtypes, 8, True)
+        by_rank = kernels.combine(_NOTHING, dtypes, 8, True, None)
+        yield from (by_rank, kernels.combine_receive(by_rank))
+    for dtypes, form in quantized_combines:
+        yield kernels.combine(_NOTHING, dtypes, 8, False, form)
+        by_rank = kernels.combine(_NOTHING, dtypes, 8, True, form)
         yield from (by_rank, kernels.combine_receive(by_rank))
     yield kernels.exchange(_NOTHING, None)
     for reduction in reductions:

@@ -3,8 +3,9 @@
 Roles and phases, by program; n in each
   1  SUMMED_HERE, with weights: push the weights of every n-th token to the receivers of its rows; the last to finish
      raises WEIGHTED at every peer.
-  2  copy their share of y into the output block, unless the experts wrote there; SUMMED_HERE: put the sum of every n-th
-     token's rows on this rank there instead. The last to finish raises READY at every peer.
+  2  copy their share of y into the output block, unless the experts wrote there (SCALES: quantise it, to such scales);
+     SUMMED_HERE: put the sum of every n-th token's rows on this rank there instead. The last to finish raises READY at
+     every peer.
   3  what `combine_receive` does, here or in a launch of its own.
 
 Edges
@@ -27,6 +28,7 @@ from epcomm.kernels.gpu.combine_receive import sum_rows
 from epcomm.kernels.gpu.counts import base_of, raise_everywhere, signal_word
 from epcomm.kernels.gpu.partial_sums import share_weights, sum_on_this_rank
 from epcomm.kernels.gpu.phases import arrive
+from epcomm.kernels.gpu.quantized_sums import stage_quantized
 from epcomm.kernels.protocol import expert_parallel as protocol
 from epcomm.kernels.protocol import sites
 
@@ -42,23 +44,27 @@ def _await_readers(ctx, fingerprint, state, last, RANKS: tl.constexpr):
 
 
 @device
-def _stage_rows(args, tensors, block, start, num_rows, share, shares):
-    """Copies this share of rows start to start + num_rows - 1."""
-    for i in range(word(args, protocol.NUM_TENSORS)):
-        tensor = tensors + 8 * protocol.TENSOR_WORDS * i
-        num_bytes, stride = word(tensor, protocol.T_ROW_BYTES), word(tensor, protocol.T_STRIDE)
-        source, to = word(tensor, protocol.T_ADDRESS), block + word(tensor, protocol.T_OFFSET)
+def _stage_rows(args, tensors, block, start, num_rows, share, shares, IN: tl.constexpr, SCALES: tl.constexpr):
+    """Copies this share of rows start to start + num_rows - 1, or quantises them."""
+    if SCALES is None:
+        for i in range(word(args, protocol.NUM_TENSORS)):
+            tensor = tensors + 8 * protocol.TENSOR_WORDS * i
+            num_bytes, stride = word(tensor, protocol.T_ROW_BYTES), word(tensor, protocol.T_STRIDE)
+            source, to = word(tensor, protocol.T_ADDRESS), block + word(tensor, protocol.T_OFFSET)
+            for row in range(start + share, start + num_rows, shares):
+                copy(to + row * num_bytes, source + row * stride, num_bytes)
+    else:
         for row in range(start + share, start + num_rows, shares):
-            copy(to + row * num_bytes, source + row * stride, num_bytes)
+            stage_quantized(tensors, block, row, IN[0], SCALES)
 
 
 @device
-def _stage(ctx, args, state, routing, tensors, block, share, shares):
+def _stage(ctx, args, state, routing, tensors, block, share, shares, IN: tl.constexpr, SCALES: tl.constexpr):
     """Copies this share of each local expert's rows (contiguous and flat: of all rows) into the output block."""
     me, size = word(ctx, control.RANK), word(ctx, control.SIZE)
     if word(state, protocol.LAYOUT) != protocol.PADDED:
         num_rows = load32(word(routing, protocol.ROWS_OF) + 4 * me).to(tl.int64)
-        _stage_rows(args, tensors, block, tl.cast(0, tl.int64), num_rows, share, shares)
+        _stage_rows(args, tensors, block, tl.cast(0, tl.int64), num_rows, share, shares, IN, SCALES)
     else:
         starts, table = word(state, protocol.ORDER_START), word(routing, protocol.TABLE)
         columns = word(state, protocol.NUM_EXPERTS) + size
@@ -69,12 +75,13 @@ def _stage(ctx, args, state, routing, tensors, block, share, shares):
             for source in range(size):
                 rows += load32(table + 4 * (source * columns + expert)).to(tl.int64)
             start = (at - first) * size * word(state, protocol.MAX_TOKENS)
-            _stage_rows(args, tensors, block, start, rows, share, shares)
+            _stage_rows(args, tensors, block, start, rows, share, shares, IN, SCALES)
 
 
 @device
 def _fill_block(ctx, args, fingerprint, state, routing, tensors, output, epoch, share, shares,
-                IN: tl.constexpr, RANKS: tl.constexpr, SUMMED_HERE: tl.constexpr):  # fmt: skip
+                IN: tl.constexpr, RANKS: tl.constexpr, SUMMED_HERE: tl.constexpr,
+                SCALES: tl.constexpr):  # fmt: skip
     """Phase 2, for what the experts left elsewhere."""
     me = word(ctx, control.RANK)
     block = base_of(state, me) + word(state, protocol.OUTPUTS) + output * word(state, protocol.OUTPUT_BYTES)
@@ -84,17 +91,18 @@ def _fill_block(ctx, args, fingerprint, state, routing, tensors, output, epoch, 
             weighted = signal_word(ctx, state, protocol.WEIGHTED, me, 0)
             status = meet_everyone(ctx, fingerprint, weighted, epoch, sites.COMBINE_WEIGHTED, RANKS)  # RAW
         if status == control.OK:
-            sum_on_this_rank(ctx, args, state, routing, tensors, block, share, shares, IN)
+            sum_on_this_rank(ctx, args, state, routing, tensors, block, share, shares, IN, SCALES)
     else:
         if status == control.OK:
-            _stage(ctx, args, state, routing, tensors, block, share, shares)
+            _stage(ctx, args, state, routing, tensors, block, share, shares, IN, SCALES)
     return status
 
 
 @kernel("combine", programs=lambda shares: 2 * shares, max_registers=168)
 def combine(ctx, args, fingerprint, routing, tensors, weights, output, stage_after, send_only,
-            IN: tl.constexpr, OUT: tl.constexpr, RANKS: tl.constexpr, SUMMED_HERE: tl.constexpr):  # fmt: skip
-    """IN and OUT: dtypes of the expert outputs and of the results, one of each per tensor."""
+            IN: tl.constexpr, OUT: tl.constexpr, RANKS: tl.constexpr, SUMMED_HERE: tl.constexpr,
+            SCALES: tl.constexpr):  # fmt: skip
+    """IN and OUT: dtypes of the expert outputs and of the results, one of each per tensor. SCALES: of one, or None."""
     program, status = enter(ctx, fingerprint)
     shares = tl.num_programs(0) // (3 if SUMMED_HERE else 2)
     state, phase, share = word(args, protocol.STATE), program // shares, program % shares
@@ -109,8 +117,9 @@ def combine(ctx, args, fingerprint, routing, tensors, weights, output, stage_aft
     if phase == 0:
         if stage_after >= 0:
             status = _fill_block(
-                ctx, args, fingerprint, state, routing, tensors, output, epoch, share, shares, IN, RANKS, SUMMED_HERE
-            )
+                ctx, args, fingerprint, state, routing, tensors, output, epoch, share, shares, IN, RANKS, SUMMED_HERE,
+                SCALES,
+            )  # fmt: skip
         if status == control.OK:
             if arrive(state, shares):
                 value = (epoch << protocol.PAYLOAD_BITS) | output
@@ -118,7 +127,7 @@ def combine(ctx, args, fingerprint, routing, tensors, weights, output, stage_aft
     elif phase == 1:
         if send_only == 0:
             status = sum_rows(
-                ctx, args, fingerprint, state, routing, weights, tensors, epoch, share, shares, IN, OUT, RANKS
+                ctx, args, fingerprint, state, routing, weights, tensors, epoch, share, shares, IN, OUT, RANKS, SCALES
             )
     if leave(ctx, status):
         if send_only == 0:

@@ -18,6 +18,8 @@ from epcomm.device.gpu.memory import set_word, word
 from epcomm.device.gpu.waiting import enter, leave, meet_everyone
 from epcomm.kernels.gpu.counts import raise_everywhere, signal_word
 from epcomm.kernels.gpu.phases import arrive
+from epcomm.kernels.gpu.quantized_rows import NARROW_TILE_BLOCKS, TILE_BLOCKS
+from epcomm.kernels.gpu.quantized_sums import combine_quantized_token
 from epcomm.kernels.gpu.row_sum import sum_token, write_slots
 from epcomm.kernels.gpu.rows import num_places
 from epcomm.kernels.protocol import expert_parallel as protocol
@@ -44,25 +46,36 @@ def _is_wide(tensor, OUT: tl.constexpr):
 
 @device
 def _sum_tokens(ctx, args, state, routing, weights, tensors, epoch, share, shares,
-                IN: tl.constexpr, OUT: tl.constexpr):  # fmt: skip
+                IN: tl.constexpr, OUT: tl.constexpr, SCALES: tl.constexpr):  # fmt: skip
     by_rank, reduce = word(args, protocol.BY_RANK) != 0, word(args, protocol.REDUCE) != 0
     places = num_places(ctx, routing, by_rank)
     for token in range(share, word(routing, protocol.NUM_TOKENS), shares):
-        for i in tl.static_range(len(IN)):
-            tensor = tensors + 8 * protocol.TENSOR_WORDS * i
-            if _is_wide(tensor, OUT[i]):
-                _combine_token(
-                    ctx, state, routing, weights, tensor, token, places, by_rank, epoch, reduce, IN[i], OUT[i], True
-                )
-            else:
-                _combine_token(
-                    ctx, state, routing, weights, tensor, token, places, by_rank, epoch, reduce, IN[i], OUT[i], False
-                )
+        if SCALES is None:
+            for i in tl.static_range(len(IN)):
+                tensor = tensors + 8 * protocol.TENSOR_WORDS * i
+                if _is_wide(tensor, OUT[i]):
+                    _combine_token(
+                        ctx, state, routing, weights, tensor, token, places, by_rank, epoch, reduce, IN[i], OUT[i], True
+                    )
+                else:
+                    _combine_token(
+                        ctx, state, routing, weights, tensor, token, places, by_rank, epoch, reduce, IN[i], OUT[i],
+                        False,
+                    )  # fmt: skip
+        elif _is_wide(tensors, OUT[0]) & (word(tensors, protocol.T_ELEMENTS) % 16 == 0):
+            combine_quantized_token(
+                ctx, state, routing, weights, tensors, token, places, by_rank, epoch, reduce, OUT[0], True, TILE_BLOCKS
+            )
+        else:
+            combine_quantized_token(
+                ctx, state, routing, weights, tensors, token, places, by_rank, epoch, reduce, OUT[0], False,
+                NARROW_TILE_BLOCKS,
+            )  # fmt: skip
 
 
 @device
 def sum_rows(ctx, args, fingerprint, state, routing, weights, tensors, epoch, share, shares,
-             IN: tl.constexpr, OUT: tl.constexpr, RANKS: tl.constexpr):  # fmt: skip
+             IN: tl.constexpr, OUT: tl.constexpr, RANKS: tl.constexpr, SCALES: tl.constexpr):  # fmt: skip
     """A program's part in the receiving half of combine `epoch`."""
     ready = signal_word(ctx, state, protocol.READY + (epoch & 1), word(ctx, control.RANK), 0)
     value = epoch << protocol.PAYLOAD_BITS
@@ -71,7 +84,7 @@ def sum_rows(ctx, args, fingerprint, state, routing, weights, tensors, epoch, sh
         given = weights
         if word(args, protocol.BY_RANK):
             given = tl.cast(0, tl.int64)  # they were applied where the experts are
-        _sum_tokens(ctx, args, state, routing, given, tensors, epoch, share, shares, IN, OUT)
+        _sum_tokens(ctx, args, state, routing, given, tensors, epoch, share, shares, IN, OUT, SCALES)
         if arrive(state, shares):
             raise_everywhere(ctx, state, protocol.DONE, epoch, RANKS)
     return status
@@ -79,14 +92,14 @@ def sum_rows(ctx, args, fingerprint, state, routing, weights, tensors, epoch, sh
 
 @kernel("combine_receive", programs=lambda shares: shares, max_registers=168)
 def combine_receive(ctx, args, fingerprint, routing, tensors, weights, output, c4, c5,
-                    IN: tl.constexpr, OUT: tl.constexpr, RANKS: tl.constexpr):  # fmt: skip
-    """For a combine that only sent. IN and OUT: see combine.py."""
+                    IN: tl.constexpr, OUT: tl.constexpr, RANKS: tl.constexpr, SCALES: tl.constexpr):  # fmt: skip
+    """For a combine that only sent. IN, OUT and SCALES: see combine.py."""
     program, status = enter(ctx, fingerprint)
     state, shares = word(args, protocol.STATE), tl.num_programs(0)
     epoch = word(state, protocol.COMBINE_EPOCH) + 1
     if status == control.OK:
         status = sum_rows(
-            ctx, args, fingerprint, state, routing, weights, tensors, epoch, program, shares, IN, OUT, RANKS
+            ctx, args, fingerprint, state, routing, weights, tensors, epoch, program, shares, IN, OUT, RANKS, SCALES
         )
     if leave(ctx, status):
         set_word(state, protocol.COMBINE_EPOCH, epoch)  # the last to leave: all have read the old one

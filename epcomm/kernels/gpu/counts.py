@@ -12,7 +12,7 @@ import triton.language as tl
 from epcomm.device import control
 from epcomm.device.gpu.compile import kernel, one
 from epcomm.device.gpu.machine import device
-from epcomm.device.gpu.memory import copy, set_word, store32, word
+from epcomm.device.gpu.memory import copy, load64, set_word, store32, word
 from epcomm.device.gpu.waiting import enter, leave, meet_everyone, signal_everyone, tell_host
 from epcomm.kernels.protocol import expert_parallel as protocol
 from epcomm.kernels.protocol import sites
@@ -138,14 +138,17 @@ def exchange_counts(ctx, args, fingerprint, routing, c1, c2, c3, c4, c5, EXPERTS
     state = word(args, protocol.STATE)
     me, size = word(ctx, control.RANK), word(ctx, control.SIZE)
     epoch = word(state, protocol.COUNT_EPOCH) + 1
-    kind = protocol.COUNTS + (epoch & 1)
+    kind, value = protocol.COUNTS + (epoch & 1), epoch << protocol.PAYLOAD_BITS
+    requires_grad, counted = word(routing, protocol.REQUIRES_GRAD), signal_word(ctx, state, kind, me, 0)
     if status == control.OK:
         set_word(state, protocol.COUNT_EPOCH, epoch)
         for distance in range(size):
             push_counts(ctx, state, routing, (me + distance) % size, epoch)
-        raise_everywhere(ctx, state, kind, epoch, RANKS)
-        counted = signal_word(ctx, state, kind, me, 0)
-        status = meet_everyone(ctx, fingerprint, counted, epoch, sites.ROUTE_COUNTS, RANKS)  # RAW
+        raise_everywhere(ctx, state, kind, value | requires_grad, RANKS)
+        status = meet_everyone(ctx, fingerprint, counted, value, sites.ROUTE_COUNTS, RANKS)  # RAW
     if status == control.OK:
+        for rank in range(size):
+            requires_grad |= load64(signal_word(ctx, state, kind, me, rank)) & 1
+        set_word(routing, protocol.REQUIRES_GRAD, requires_grad)
         status = place_rows(ctx, state, routing, epoch, EXPERTS, RANKS)
     leave(ctx, status)

@@ -76,6 +76,8 @@ class CudaStream:
     What captured work reads is kept in pinned memory, made in advance: none can be allocated during a capture.
     """
 
+    can_capture = True
+
     def __init__(self) -> None:
         self._memory = torch.empty(_KEPT_BYTES, dtype=torch.uint8, pin_memory=True)
         self._used = 0

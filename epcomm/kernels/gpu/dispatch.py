@@ -148,10 +148,9 @@ def _describe_rows(ctx, state, routing, weights, token, places, epoch, EXPANDED:
                 store32(block + word(state, protocol.TOKEN_REGION) + 4 * row, token)
                 if layout == protocol.FLAT:
                     _describe_slots(ctx, state, routing, weights, token, rank, row, block)
-                elif layout == protocol.CONTIGUOUS:
-                    if weights != 0:
-                        weight = slot_weight(routing, weights, token, k)
-                        store_float(block + word(state, protocol.WEIGHT_REGION) + 4 * row, weight)
+                elif weights != 0:
+                    weight = slot_weight(routing, weights, token, k)
+                    store_float(block + word(state, protocol.WEIGHT_REGION) + 4 * row, weight)
 
 
 @device

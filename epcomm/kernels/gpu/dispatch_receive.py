@@ -84,10 +84,9 @@ def _expand(ctx, args, state, routing, tensors, block, share, shares):
             store32(word(routing, protocol.PLACES) + at, place)
             if place >= 0:
                 store32(own + word(state, protocol.TOKEN_REGION) + 4 * place, token)
-                if word(state, protocol.LAYOUT) == protocol.CONTIGUOUS:
-                    if has_weights:
-                        weight = load32(arrivals + word(state, protocol.ARRIVED_WEIGHT) + at)
-                        store32(own + word(state, protocol.WEIGHT_REGION) + 4 * place, weight)
+                if has_weights:
+                    weight = load32(arrivals + word(state, protocol.ARRIVED_WEIGHT) + at)
+                    store32(own + word(state, protocol.WEIGHT_REGION) + 4 * place, weight)
 
 
 @device

@@ -1,7 +1,7 @@
 """Combine by rank, before anything travels back: the weighted sum of each token's rows on this rank.
 
 The weights are the token's rank's: it pushes them to the arrivals of whoever has the rows. The sum is in slot order, in
-float32 (float64 for float64), and rounded once to the dtype of y.
+float32 (float64 for float64), and rounded once to the dtype of y; or quantised, as float32.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import triton.language as tl
 from epcomm.device import control
 from epcomm.device.gpu.machine import device, rounded, widened
 from epcomm.device.gpu.memory import load32, load_float, store_float, word
+from epcomm.kernels.gpu.quantized_sums import sum_quantized
 from epcomm.kernels.gpu.row_sum import TILE_BYTES, load_elements, store_elements
 from epcomm.kernels.gpu.rows import arrivals_of, place, slot_weight
 from epcomm.kernels.protocol import expert_parallel as protocol
@@ -52,7 +53,8 @@ def _sum_row(state, routing, tensor, row, factors, out, has_weights, IN: tl.cons
 
 
 @device
-def sum_on_this_rank(ctx, args, state, routing, tensors, block, share, shares, IN: tl.constexpr):
+def sum_on_this_rank(ctx, args, state, routing, tensors, block, share, shares, IN: tl.constexpr,
+                     SCALES: tl.constexpr):  # fmt: skip
     """Puts the sums of every n-th row that arrived into the output block."""
     factors = arrivals_of(state, word(ctx, control.RANK)) + word(state, protocol.ARRIVED_FACTOR)
     has_weights = word(args, protocol.HAS_WEIGHTS) != 0
@@ -61,7 +63,9 @@ def sum_on_this_rank(ctx, args, state, routing, tensors, block, share, shares, I
             tensor = tensors + 8 * protocol.TENSOR_WORDS * i
             row_bytes = word(tensor, protocol.T_ROW_BYTES)
             out = block + word(tensor, protocol.T_OFFSET) + row * row_bytes
-            if ((word(tensor, protocol.T_ADDRESS) | word(tensor, protocol.T_STRIDE) | row_bytes) & 15) == 0:
+            if SCALES is not None:
+                sum_quantized(routing, tensor, row, factors, out, has_weights, IN[i], SCALES)
+            elif ((word(tensor, protocol.T_ADDRESS) | word(tensor, protocol.T_STRIDE) | row_bytes) & 15) == 0:
                 _sum_row(state, routing, tensor, row, factors, out, has_weights, IN[i], True)
             else:
                 _sum_row(state, routing, tensor, row, factors, out, has_weights, IN[i], False)

@@ -13,6 +13,8 @@ from epcomm.device.gpu.memory import word
 from epcomm.kernels.gpu.rows import destination, place
 from epcomm.kernels.protocol import expert_parallel as protocol
 
+#: ``Quantizer.form`` of what these kernels make
+FORMS = ("float32", "power_of_two", "packed")
 BLOCK = tl.constexpr(128)  # columns that share a scale
 TILE_BLOCKS = tl.constexpr(32)
 NARROW_TILE_BLOCKS = tl.constexpr(8)
@@ -47,7 +49,7 @@ def send_quantized_row(ctx, state, routing, tensors, token, places, epoch, X: tl
     start = tl.cast(0, tl.int64)
     while start < hidden:
         left = tl.minimum(hidden - start, BLOCK * BLOCKS)
-        codes, scales = quantized(_load(source + start * X.itemsize, left, X, WIDE, BLOCKS), SCALES)
+        codes, scales = quantized(load_blocks(source + start * X.itemsize, left, X, WIDE, BLOCKS), SCALES)
         if SCALES == "packed":
             first_scale = start // BLOCK  # in bytes
         else:
@@ -56,9 +58,9 @@ def send_quantized_row(ctx, state, routing, tensors, token, places, epoch, X: tl
             rank, row = place(ctx, state, routing, token, k, word(state, protocol.IS_BY_RANK))
             if rank >= 0:
                 block = destination(ctx, state, rank, epoch, EXPANDED)
-                _store(block + offset + row * hidden + start, codes, left, WIDE, BLOCKS)
+                store_codes(block + offset + row * hidden + start, codes, left, WIDE, BLOCKS)
                 to = block + scale_offset + row * scale_bytes + first_scale
-                _store_scales(to, scales, left, scale_bytes - first_scale, SCALES, BLOCKS)
+                store_scales(to, scales, left, scale_bytes - first_scale, SCALES, BLOCKS)
         start += BLOCK * BLOCKS
 
 
@@ -102,39 +104,39 @@ def float8_codes(values):
 
 
 @device
-def _columns(num_columns, BLOCKS: tl.constexpr, VECTOR: tl.constexpr):
+def columns_of(num_columns, BLOCKS: tl.constexpr, VECTOR: tl.constexpr):
     """(column numbers, mask) of a tile; `num_columns` is a multiple of VECTOR, which Triton then knows."""
     at = tl.arange(0, BLOCKS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     return at, at < num_columns // VECTOR * VECTOR
 
 
 @device
-def _load(address, num_columns, X: tl.constexpr, WIDE: tl.constexpr, BLOCKS: tl.constexpr):
+def load_blocks(address, num_columns, X: tl.constexpr, WIDE: tl.constexpr, BLOCKS: tl.constexpr):
     """The first `num_columns` numbers at an address, then zeros: float32 [BLOCKS, 128]."""
     pointer = address.to(tl.pointer_type(X))
     if WIDE:
-        at, is_inside = _columns(num_columns, BLOCKS, 16)
+        at, is_inside = columns_of(num_columns, BLOCKS, 16)
         values = tl.load(tl.multiple_of(pointer, 16) + at, mask=is_inside, other=0)
     else:
-        at, is_inside = _columns(num_columns, BLOCKS, 1)
+        at, is_inside = columns_of(num_columns, BLOCKS, 1)
         values = tl.load(pointer + at, mask=is_inside, other=0)
     return widened(values, tl.float32)
 
 
 @device
-def _store(address, codes, num_columns, WIDE: tl.constexpr, BLOCKS: tl.constexpr):
-    """The counterpart of `_load`, of codes."""
+def store_codes(address, codes, num_columns, WIDE: tl.constexpr, BLOCKS: tl.constexpr):
+    """The counterpart of `load_blocks`, of codes."""
     pointer = address.to(tl.pointer_type(tl.uint8))
     if WIDE:
-        at, is_inside = _columns(num_columns, BLOCKS, 16)
+        at, is_inside = columns_of(num_columns, BLOCKS, 16)
         tl.store(tl.multiple_of(pointer, 16) + at, codes, mask=is_inside)
     else:
-        at, is_inside = _columns(num_columns, BLOCKS, 1)
+        at, is_inside = columns_of(num_columns, BLOCKS, 1)
         tl.store(pointer + at, codes, mask=is_inside)
 
 
 @device
-def _store_scales(address, scales, num_columns, num_bytes, SCALES: tl.constexpr, BLOCKS: tl.constexpr):
+def store_scales(address, scales, num_columns, num_bytes, SCALES: tl.constexpr, BLOCKS: tl.constexpr):
     """The scales of a tile's columns: in 4 bytes each, or packed in one, up to the end of `num_bytes` with zeros."""
     at = tl.arange(0, BLOCKS)
     if SCALES == "packed":

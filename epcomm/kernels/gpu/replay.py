@@ -16,6 +16,8 @@ import torch
 class ReplayStream:
     """See `heap.private.Stream`."""
 
+    can_capture = True
+
     def __init__(self) -> None:
         self._recording: Recording | None = None
 

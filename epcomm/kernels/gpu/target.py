@@ -25,6 +25,7 @@ from epcomm.kernels.gpu.dispatch import dispatch
 from epcomm.kernels.gpu.dispatch_receive import dispatch_receive
 from epcomm.kernels.gpu.exchange import NO_REDUCTION, exchange
 from epcomm.kernels.gpu.point_to_point import recv, send
+from epcomm.kernels.gpu.quantized_rows import FORMS
 from epcomm.kernels.gpu.reduction import reduction_constants
 from epcomm.kernels.gpu.route import route
 from epcomm.kernels.protocol.arithmetic import check_row_sum
@@ -63,9 +64,12 @@ class GpuKernels:
         return self._dispatch(num_experts, size, is_expanded, X=None, SCALES=None)
 
     def quantized_dispatch(
-        self, num_experts: int, size: int, is_expanded: bool, dtype: torch.dtype, scales: str
-    ) -> Kernel:
-        return self._dispatch(num_experts, size, is_expanded, X=triton_dtype(dtype), SCALES=scales)
+        self, records: np.ndarray, num_experts: int, size: int, is_expanded: bool, dtype: torch.dtype, form: str,
+        argument: int,
+    ) -> Kernel | None:  # fmt: skip
+        if form not in FORMS:
+            return None
+        return self._dispatch(num_experts, size, is_expanded, X=triton_dtype(dtype), SCALES=form)
 
     def _dispatch(self, num_experts: int, size: int, is_expanded: bool, **rows: Any) -> Kernel:
         arm = dispatch.made_for(**_extents(num_experts, size), **rows, EXPANDED=is_expanded)
@@ -76,17 +80,19 @@ class GpuKernels:
         return arm.on_programs(all_programs) if kernel.constants["EXPANDED"] else arm
 
     def combine(
-        self, records: np.ndarray, dtypes: Sequence[tuple[torch.dtype, torch.dtype]], size: int, is_summed_here: bool
-    ) -> Kernel:
+        self, records: np.ndarray, dtypes: Sequence[tuple[torch.dtype, torch.dtype]], size: int, is_summed_here: bool,
+        form: str | None,
+    ) -> Kernel:  # fmt: skip
         for pair in dtypes:
             check_row_sum(*pair)
         rows, results = zip(*dtypes)
         dtypes_of = {"IN": tuple(map(triton_dtype, rows)), "OUT": tuple(map(triton_dtype, results))}
-        arm = combine.made_for(**dtypes_of, RANKS=triton.next_power_of_2(size), SUMMED_HERE=is_summed_here)
+        ranks = triton.next_power_of_2(size)
+        arm = combine.made_for(**dtypes_of, RANKS=ranks, SUMMED_HERE=is_summed_here, SCALES=form)
         return arm.on_programs(lambda shares: 3 * shares) if is_summed_here else arm
 
     def combine_receive(self, kernel: Kernel) -> Kernel:
-        return combine_receive.made_for(**{name: kernel.constants[name] for name in ("IN", "OUT", "RANKS")})
+        return combine_receive.made_for(**{name: kernel.constants[name] for name in ("IN", "OUT", "RANKS", "SCALES")})
 
 
 class GpuTarget(GpuKernels, ABC):

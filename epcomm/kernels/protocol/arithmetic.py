@@ -18,6 +18,8 @@ _BOOL_OPS = {"sum": "bor", "max": "bor", "bor": "bor", "prod": "band", "min": "b
 
 #: dtypes whose rows combine can sum
 ROW_SUM_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+#: and the forms (``Quantizer.form``) of quantised rows
+COMBINE_FORMS = ("float32", "power_of_two")
 
 
 #: what NVLink's switch can reduce in vectors (PTX ISA, multimem.ld_reduce; it divides nothing, the GPU does)

@@ -20,7 +20,7 @@ from epcomm.heap.layout import PAGE, Layout, align_up
 CONTIGUOUS, PADDED, FLAT = range(3)
 
 # ---- signal words: [kind, source rank] lines in the handle's segment, raised by the source rank
-COUNTS = 0  # (2, by parity) counts of an exchange are in the table
+COUNTS = 0  # (2, by parity) epoch << PAYLOAD_BITS | REQUIRES_GRAD; counts of an exchange are in the table
 GRANT = 2  # (2, by parity) epoch << PAYLOAD_BITS | receive block that the sender may write to
 ROWS = 4  # all rows of a dispatch are delivered
 READY = 5  # (2, by parity) epoch << PAYLOAD_BITS | output block that holds the expert outputs
@@ -41,7 +41,7 @@ TOKEN_REGION, WEIGHT_REGION, INDEX_REGION = 11, 12, 13  # offsets in a receive b
 OWNER, LOCAL, ORDER = 14, 15, 16  # addresses of int32 [num_experts]: rank; local number; experts in that order
 ORDER_START = 17  # address of int32 [size + 1]: where each rank's experts start in ORDER
 MARKS = 18  # address of int32 scratch [2, num_experts] and [size]
-SCRATCH, SCRATCH_BYTES = 19, 20  # address of scratch memory per program, bytes each
+SCRATCH, SCRATCH_BYTES = 19, 20  # address of scratch memory per program, bytes each: see scratch_bytes
 COUNT_EPOCH, DISPATCH_EPOCH, COMBINE_EPOCH = 21, 22, 23
 TICKET = 25  # programs of this rank that arrived at the end of a phase
 DISPATCH_PHASE, COMBINE_PHASE = 26, 27  # epoch << PAYLOAD_BITS | status of program 0's phase, which others wait for
@@ -75,7 +75,8 @@ TOTAL_ROWS = 11  # rows that all ranks receive
 BAD_SLOT = 12  # first index out of range
 NUM_ARRIVED = 13  # rows that this rank receives by rank
 PLACES = 14  # address of [arrivals, topk]: receive block's row of each slot of what arrived, or -1; set by dispatch
-ROUTING_WORDS = 15
+REQUIRES_GRAD = 15  # 1 if this rank wants gradients; once counts are exchanged by route: if any rank does
+ROUTING_WORDS = 16
 
 # ---- parameter block
 STATE = 7
@@ -96,7 +97,11 @@ T_ADDRESS, T_STRIDE, T_ROW_BYTES, T_OFFSET = 0, 1, 2, 3  # bytes; offset of its 
 T_EXPANDED = 4  # dispatch by rank: offset of its rows in the receive block, once expanded
 T_OUT, T_OUT_STRIDE, T_ELEMENTS, T_ROW_SUM, T_BIAS, T_BIAS_STRIDE = 5, 6, 7, 8, 9, 10  # combine only
 T_PARTIAL_SUM = 11  # combine by rank: what sums a token's rows on one rank
-TENSOR_WORDS = 12
+# What quantises a row of T_ELEMENTS numbers, and what it takes besides; 0: rows travel as they are. In dispatch the
+# table has two records, of the codes and of the scales, the first with the address and stride of the numbers. In
+# combine it has one, whose rows are codes and scales: see quantized_row.
+T_QUANTIZE, T_QUANTIZE_ARGUMENT = 12, 13
+TENSOR_WORDS = 14
 MAX_TENSORS = 16
 
 
@@ -105,7 +110,7 @@ class BlockRegions:
     """Byte offsets in one receive block."""
 
     token: int  # [capacity] int32: the row's token on its source rank
-    weight: int  # float32 [capacity] (contiguous) or [capacity, topk] (flat)
+    weight: int  # float32 [capacity] or [capacity, topk] (flat)
     index: int  # [capacity, topk] of the caller's index dtype (flat)
     rows: int
     size: int
@@ -117,7 +122,7 @@ def block_regions(layout: int, capacity: int, topk: int, row_bytes: int) -> Bloc
     regions = Layout()
     return BlockRegions(
         token=regions.add("token", capacity * 4),
-        weight=regions.add("weight", 0 if layout == PADDED else capacity * per_row * 4),
+        weight=regions.add("weight", capacity * per_row * 4),
         index=regions.add("index", capacity * topk * 8 if layout == FLAT else 0),
         rows=regions.add("rows", rows_bytes(capacity, row_bytes)),
         size=align_up(regions.size, PAGE),
@@ -147,6 +152,25 @@ def arrival_regions(capacity: int, topk: int, row_bytes: int) -> ArrivalRegions:
         rows=regions.add("rows", rows_bytes(capacity, row_bytes)),
         size=align_up(regions.size, PAGE),
     )
+
+
+SCALES_ALIGNMENT = 16
+
+
+def quantized_row(columns: int, scale_bytes: int) -> int:
+    """Bytes of a combine's quantised row: the codes of its columns, a byte each, then from a multiple of 16 on scales.
+
+    It is filled up to a multiple of 16, so that all rows are aligned.
+    """
+    return align_up(columns, SCALES_ALIGNMENT) + align_up(scale_bytes, SCALES_ALIGNMENT)
+
+
+def scratch_bytes(most_sources: int, row_bytes: int) -> int:
+    """What each program has: for what a token's sum needs, and for a row of float32s or a quantised one.
+
+    Of at most `row_bytes` once quantised, which are at least as many as there are columns.
+    """
+    return align_up(8 * 2 * (1 + 5 * most_sources), LINE) + align_up(4 * row_bytes, LINE) + 8 * LINE
 
 
 def rows_bytes(capacity: int, row_bytes: int) -> int:

@@ -106,6 +106,13 @@ class Float8(Quantizer):
     def delivered(self, scales: torch.Tensor) -> torch.Tensor:
         return column_major(scales) if self.scale_layout == "column" else scales
 
+    def in_rows(self, scales: torch.Tensor) -> torch.Tensor:
+        if self.scale_layout == "column" and scales.dim() > 1:
+            as_delivered = column_major(scales.new_empty(scales.shape, device="meta"))
+            if scales.stride() == as_delivered.stride():
+                return scales.contiguous()
+        return scales
+
     def _numbers(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.float()
 

@@ -43,6 +43,10 @@ class Quantizer:
         """The scales that a dispatch delivered, [..., rows, width], as its caller wants them."""
         return scales
 
+    def in_rows(self, scales: torch.Tensor) -> torch.Tensor:
+        """Scales that lie as `delivered` has them, row by row; what lies otherwise is returned as it is."""
+        return scales
+
     def dequantized(
         self, rows: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32, hidden: int | None = None
     ) -> torch.Tensor:
