@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-_HOMES = {"MoELayer": "layer", "Router": "router", "Experts": "experts", "DenseBlock": "state_dict", "Load": "placement"}
+_HOMES = {"MoELayer": "layer", "Router": "router", "Experts": "experts", "DenseBlock": "state_dict"}
 
 __all__ = [*_HOMES]
 

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from epcomm.errors import ConfigError
 from epcomm.moe.checks import describe
+from epcomm.moe.grouped import grouped_linear_into
 from epcomm.moe.router import check_sizes
 
 Activation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -118,9 +119,13 @@ class Experts(nn.Module):
                 bias.zero_()
 
     def needs_grad(self, rows: torch.Tensor) -> bool:
-        """Whether a result for these rows will carry gradients, so that it can't be written into given memory."""
+        """Whether a result for these rows will carry gradients."""
         tensors = (rows, self.gate_up_proj, self.down_proj, self.gate_up_bias, self.down_bias)
         return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+    def takes_out(self, rows: torch.Tensor) -> bool:
+        """Whether a result for these rows can be written into given memory: with gradients, if torch loops anyway."""
+        return not self.needs_grad(rows) or (rows.dim() == 2 and rows.is_cpu)
 
     def forward(
         self,
@@ -141,7 +146,7 @@ class Experts(nn.Module):
             expert_counts: padded layout: [num_local], how many rows each expert has. The others are undefined in the
                 result, and no gradient comes from or goes to them. None: all are computed, in as many kernels
                 whatever the counts and without the host knowing them, as a graph capture needs it; no gradients then.
-            out: like rows; receives the result, and is it. Not if gradients are needed (`needs_grad`).
+            out: like rows; receives the result, and is it (see `takes_out`).
 
         Returns: like rows. Without any rows it still depends on every parameter: their gradients are zeros, not None.
 
@@ -159,6 +164,8 @@ class Experts(nn.Module):
         if is_padded:
             assert expert_counts is not None
             return self._padded(rows, _on_host(expert_counts), out, needs_grad)
+        if needs_grad and out is not None:
+            return self._grouped_into(out, rows, expert_offsets)
         # on CPUs a grouped GEMM is a loop too: it saves autograd nodes, but has no `out`
         if self.grouped and (needs_grad or not rows.is_cpu) and self._suits_grouped_mm(rows):
             ends = torch.as_tensor(expert_offsets, dtype=torch.int32, device=rows.device)[1:]
@@ -227,13 +234,25 @@ class Experts(nn.Module):
 
     def _grouped(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """One grouped GEMM for all gates and ups, one for all downs."""
-        expert_of = None
-        if self.gate_up_bias is not None:  # rows past the last offset are of one more expert
-            expert_of = torch.searchsorted(
-                ends, torch.arange(len(rows), dtype=torch.int32, device=ends.device), right=True
-            )
-        gate_up = _grouped_linear(rows, self.gate_up_proj, self.gate_up_bias, ends, expert_of)
-        return _grouped_linear(self._activated(gate_up), self.down_proj, self.down_bias, ends, expert_of)
+        inner = self._inner(rows, ends)
+        return _grouped_linear(inner, self.down_proj, self.down_bias, ends)
+
+    def _inner(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return self._activated(_grouped_linear(rows, self.gate_up_proj, self.gate_up_bias, ends))
+
+    def _grouped_into(self, out: torch.Tensor, rows: torch.Tensor, expert_offsets: Any) -> torch.Tensor:
+        """With gradients, and the last GEMM's result where it is wanted."""
+        offsets = _on_host(expert_offsets)
+        if self.grouped and self._suits_grouped_mm(rows):
+            inner = self._inner(rows, torch.as_tensor(expert_offsets, dtype=torch.int32)[1:])
+        else:
+            sizes = [end - start for start, end in zip(offsets, offsets[1:])]
+            pieces = rows.split([*sizes, len(rows) - offsets[-1]])[:-1]
+            biases = _unbound(self.gate_up_bias, self.num_local)
+            gate_up = [F.linear(*each) for each in zip(pieces, self.gate_up_proj.unbind(0), biases)]
+            rest = rows.new_zeros(len(rows) - offsets[-1], 2 * self.intermediate)
+            inner = self._activated(torch.cat([*gate_up, rest]))
+        return grouped_linear_into(out, inner, self.down_proj, self.down_bias, offsets)
 
     def _activated(self, gate_up: torch.Tensor) -> torch.Tensor:
         activation = ACTIVATIONS[self.activation] if isinstance(self.activation, str) else self.activation
@@ -269,8 +288,8 @@ class Experts(nn.Module):
             raise _error(name, f"{length} integers in {layout} layout", "None")
         if given is not None and len(given) != length:
             raise _error(name, f"{length} integers in {layout} layout", f"{len(given)}")
-        if out is not None and needs_grad:
-            raise _error("out", "None where gradients are needed", "a tensor")
+        if out is not None and not self.takes_out(rows):
+            raise _error("out", "None where gradients are needed (but for contiguous layout on a CPU)", "a tensor")
         if out is not None and (out.shape != rows.shape or out.dtype != rows.dtype or out.device != rows.device):
             raise _error("out", describe(rows), describe(out))
 
@@ -299,7 +318,6 @@ def _grouped_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     ends: torch.Tensor,
-    expert_of: torch.Tensor | None,
 ) -> torch.Tensor:
     """rows @ weight[e].T (+ bias[e]) of [rows, in] and [experts, out, in]; e ends before row ends[e]."""
     result = F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
@@ -308,4 +326,6 @@ def _grouped_linear(
         result.register_hook(torch.Tensor.contiguous)
     if bias is None:
         return result
+    # rows past the last offset are of one more expert
+    expert_of = torch.searchsorted(ends, torch.arange(len(rows), dtype=torch.int32, device=ends.device), right=True)
     return result + F.pad(bias, (0, 0, 0, 1))[expert_of]

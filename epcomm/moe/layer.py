@@ -189,9 +189,9 @@ class MoELayer(nn.Module):
     # ---- details
 
     def _apply_experts(self, received: Received) -> torch.Tensor:
-        """The experts' outputs for the received rows: without gradients in memory that combine reads in place."""
+        """The experts' outputs for the received rows, where it can be in memory that combine reads in place."""
         rows = received.x
-        out = None if self.experts.needs_grad(rows) else received.output_buffer()
+        out = received.output_buffer() if self.experts.takes_out(rows) else None
         if rows.dim() == 3:
             return self.experts(rows, expert_counts=received.expert_counts_list, out=out)
         return self.experts(rows, received.expert_offsets, out=out)
