@@ -41,6 +41,7 @@ test-all: $(TEST_READY)
 bench: $(BENCH_READY) bench-note
 	$(BIN)/python benchmarks/decode_latency.py
 	$(BIN)/python benchmarks/prefill_throughput.py
+	$(BIN)/python benchmarks/quantized_dispatch.py
 	$(BIN)/python benchmarks/allreduce.py
 
 lint: $(TEST_READY)

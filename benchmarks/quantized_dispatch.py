@@ -76,7 +76,8 @@ class Receiver:
         at = 0
         for source, tokens in self.rows:
             for chunk in tokens.split(_CHECKED_ROWS):
-                for number, (got, wanted) in enumerate(zip(self.parts(), makes(self.sources[source][chunk]), strict=True)):
+                made = makes(self.sources[source][chunk])
+                for number, (got, wanted) in enumerate(zip(self.parts(), made, strict=True)):
                     got = got[at : at + len(chunk)].view(torch.uint8)
                     if not torch.equal(got, wanted.view(torch.uint8)):
                         raise AssertionError(f"tensor {number}, rows {at} to {at + len(chunk) - 1} from rank {source}")

@@ -93,7 +93,8 @@ def place_rows(ctx, state, routing, epoch):
         if not is_flat:
             rows = _place_by_expert(state, me, size, num_experts, table, base, rank)
         most = max(most, rows)
-        rows = min(rows, word(state, protocol.ROW_LIMIT))  # what is dropped doesn't count
+        if word(state, protocol.OVERFLOW) != protocol.STOP:
+            rows = min(rows, word(state, protocol.ROW_LIMIT))  # what is dropped doesn't count
         store32(rows_of + 4 * rank, rows)
         all_rows += rows
     set_word(routing, protocol.MOST_ROWS, most)
@@ -122,5 +123,5 @@ def exchange_counts(ctx, args, program, num_programs):
         if status != control.OK:
             return status
         requires_grad |= load_acquire(counted) & 1
-    set_word(routing, protocol.REQUIRES_GRAD, requires_grad)
+    set_word(routing, protocol.ANY_REQUIRES_GRAD, requires_grad)
     return place_rows(ctx, state, routing, epoch)

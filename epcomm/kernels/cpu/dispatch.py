@@ -39,7 +39,7 @@ from epcomm.kernels.cpu.slots import is_dropped, slot_weight
 from epcomm.kernels.protocol import expert_parallel as protocol
 from epcomm.kernels.protocol import sites
 
-_SHORT_ROW_BYTES = 1024
+_SHORT_ROW_BYTES = 1024  # of a tensor such as scales
 
 
 @device
@@ -190,6 +190,17 @@ def _describe_flat(ctx, args, state, token, rank, row, block):
 
 
 @device
+def _prefetch_description(args, state, row, block):
+    """Fetches what `_describe_flat` will write of the row that comes next: a peer has these lines."""
+    routing = word(args, protocol.ROUTING)
+    topk, item = word(routing, protocol.TOPK), word(routing, protocol.INDEX_BYTES)
+    prefetch_for_writing(block + word(state, protocol.TOKEN_REGION) + 4 * row, 4)
+    prefetch_for_writing(block + word(state, protocol.INDEX_REGION) + item * row * topk, item * topk)
+    if word(args, protocol.WEIGHTS) != 0:
+        prefetch_for_writing(block + word(state, protocol.WEIGHT_REGION) + 4 * row * topk, 4 * topk)
+
+
+@device
 def _describe_arrival(ctx, args, state, token, rank, row, arrivals):
     """What the receiver needs to expand a row: the places of the token's experts there, and their weights."""
     routing, weights = word(args, protocol.ROUTING), word(args, protocol.WEIGHTS)
@@ -231,6 +242,8 @@ def _send_per_rank(ctx, args, state, epoch, program, first, last, streaming):
                     to_quantize = False
                 if is_flat:
                     block = _granted_block(ctx, state, rank, epoch)
+                    if streaming:
+                        _prefetch_description(args, state, row + 1, block)
                     _copy_row(tensors, num_tensors, token, row, block, streaming)
                     _describe_flat(ctx, args, state, token, rank, row, block)
                 else:

@@ -26,26 +26,31 @@ from epcomm.device.cpu.arithmetic import (
     FORMATS,
     Format,
     Values,
-    I16,
-    call_intrinsic,
     constant_like,
     convert,
-    shuffle,
     vector_of,
-    with_element,
 )
 from epcomm.device.cpu.compile import Kernel, kernel
-from epcomm.device.cpu.memory import F32, I8, I32, I64, VECTOR_BYTES, copy_bytes, pointer, zero_bytes
+from epcomm.device.cpu.memory import F32, I8, I32, I64, VECTOR_BYTES, copy_bytes, pointer, prefetch, zero_bytes
 from epcomm.kernels.cpu.quantize_forms import (
     FORMS,
-    INFINITY,
     MAGNITUDE,
     Form,
     as_floats,
     as_ints,
     mask_bits,
-    merge,
     quotients_of,
+)
+from epcomm.kernels.cpu.quantize_vectors import (
+    LANES,
+    all_set,
+    is_quick,
+    largest_finite,
+    largest_of,
+    largest_of_bfloat16,
+    store,
+    store_codes,
+    store_signed_codes,
 )
 
 #: ``int64 f(int64 source, int64 codes, int64 scales, int64 num_columns, int64 argument)``
@@ -53,9 +58,9 @@ QUANTIZE_ROW_SIGNATURE = types.int64(*[types.int64] * 5)
 
 _STEP = 128  # columns at a time: a multiple of all blocks, and whole vectors of all dtypes
 _CHUNK = 8  # steps between the readings of a column: a row takes half the time that it does with one
-_LANES = VECTOR_BYTES // 4
+#: fetched ahead of the first reading, into the row that comes next: hardware stops at each page's end
+_PREFETCH_BYTES = 8192
 _PAIRS = FORMATS[torch.bfloat16]  # what is computed with: vectors of even and of odd columns, in turns
-_LEAST_LARGEST = (127 - 60) << 23  # 2^-60, as a float32: of a block the quick way, if it isn't all zeros
 
 
 def _passes(source: Format, form: Form, quick: bool) -> tuple[Any, Any]:
@@ -63,9 +68,9 @@ def _passes(source: Format, form: Form, quick: bool) -> tuple[Any, Any]:
 
     If `quick` it returns 1 where that is right, else 0; what it has stored is of no use then.
     """
-    group_vectors = max(2, form.block // _LANES)
-    block_lanes = min(_LANES, form.block // 2)
-    group_code_bytes = group_vectors * _LANES * form.code_bits // 8
+    group_vectors = max(2, form.block // LANES)
+    block_lanes = min(LANES, form.block // 2)
+    group_code_bytes = group_vectors * LANES * form.code_bits // 8
     stored_scale = ir.IntType(8 * form.scale_bytes)
 
     def load_groups(builder: Any, row: Any) -> list[Values]:
@@ -76,72 +81,72 @@ def _passes(source: Format, form: Form, quick: bool) -> tuple[Any, Any]:
         return [bits[first : first + group_vectors] for first in range(0, len(bits), group_vectors)]
 
     def largest_of_groups(builder: Any, row: Any) -> Values:
+        if quick and source is _PAIRS:
+            num_vectors = group_vectors // 2
+            at = range(0, _STEP * source.item_bytes, num_vectors * VECTOR_BYTES)
+            addresses = [builder.add(row, I64(offset)) for offset in at]
+            return [largest_of_bfloat16(builder, each, num_vectors, block_lanes) for each in addresses]
+        groups = load_groups(builder, row)
         if not quick:
-            return [_largest_finite(builder, group, block_lanes) for group in load_groups(builder, row)]
-        if source is not _PAIRS:
-            groups = [[mask_bits(builder, bits, MAGNITUDE) for bits in group] for group in load_groups(builder, row)]
-            return [_largest(builder, group, block_lanes) for group in groups]
-        result = []
-        for first in range(0, _STEP // _LANES, group_vectors):  # 16 bits at a time
-            at = range(first * _LANES * 2, (first + group_vectors) * _LANES * 2, VECTOR_BYTES)
-            items = [builder.load(pointer(builder, builder.add(row, I64(byte)), vector_of(I16)), align=1) for byte in at]
-            largest = _maximum(builder, [mask_bits(builder, item, MAGNITUDE >> 16) for item in items])
-            pairs = builder.bitcast(largest, vector_of(I32))
-            halves = [builder.shl(pairs, constant_like(pairs, 16)), mask_bits(builder, pairs, 0xFFFF << 16)]
-            result.append(_largest(builder, halves, block_lanes))
-        return result
+            return [largest_finite(builder, group, block_lanes) for group in groups]
+        magnitudes = [[mask_bits(builder, bits, MAGNITUDE) for bits in group] for group in groups]
+        return [largest_of(builder, group, block_lanes) for group in magnitudes]
 
     @intrinsic
     def scale(typingctx, row, scales, factors, argument):
         def codegen(context, builder, signature, args):
             row, scales, factors, argument = args
-            lanes = range(0, _LANES, block_lanes)
-            are_fine = []
+            if quick:
+                for at in range(0, _STEP * source.item_bytes, VECTOR_BYTES):
+                    prefetch(builder, builder.add(row, I64(_PREFETCH_BYTES + at)))
+            lanes = range(0, LANES, block_lanes)
+            are_quick = []
             for number, largest in enumerate(largest_of_groups(builder, row)):
-                are_fine.append(_is_fine(builder, largest, form.divides))
+                are_quick.append(is_quick(builder, largest, form.divides))
                 computed, factor = form.scale(builder, largest, argument)
-                _store(builder, factor, builder.add(factors, I64(number * VECTOR_BYTES)))
+                store(builder, factor, builder.add(factors, I64(number * VECTOR_BYTES)))
                 if quick and form.divides:
                     reciprocal = builder.fdiv(constant_like(factor, 1.0), factor)
-                    _store(builder, reciprocal, builder.add(factors, I64(_FACTOR_BYTES // 2 + number * VECTOR_BYTES)))
+                    store(builder, reciprocal, builder.add(factors, I64(_RECIPROCAL_AT + number * VECTOR_BYTES)))
                 for index, lane in enumerate(lanes, number * len(lanes)):
                     item = builder.extract_element(computed, I32(lane))
                     item = builder.trunc(item, stored_scale) if form.scale_bytes < 4 else item
-                    _store(builder, item, builder.add(scales, I64(index * form.scale_bytes)))
-            is_fine = functools.reduce(builder.and_, are_fine)
-            return builder.zext(_all(builder, is_fine), I64)
+                    store(builder, item, builder.add(scales, I64(index * form.scale_bytes)))
+            return builder.zext(all_set(builder, functools.reduce(builder.and_, are_quick)), I64)
 
         return types.int64(*[types.int64] * 4), codegen
+
+    def load_factor(builder: Any, address: Any) -> Any:
+        return builder.load(pointer(builder, address, vector_of(F32)), align=1)
+
+    def encode_group(builder: Any, group: Values, factors: Any, codes: Any) -> None:
+        factor, encoded = load_factor(builder, factors), []
+        for bits in group:
+            magnitudes = mask_bits(builder, bits, MAGNITUDE)
+            divide = builder.fdiv if form.divides else builder.fmul
+            quotients = divide(as_floats(builder, magnitudes), factor)
+            encoded.append(form.encode(builder, bits, magnitudes, quotients))
+        store_codes(builder, encoded, codes, form.code_bits)
+
+    def encode_group_quickly(builder: Any, group: Values, factors: Any, codes: Any) -> None:
+        factor = load_factor(builder, factors)
+        magnitudes = [as_floats(builder, mask_bits(builder, bits, MAGNITUDE)) for bits in group]
+        if form.divides:
+            reciprocal = load_factor(builder, builder.add(factors, I64(_RECIPROCAL_AT)))
+            quotients = [quotients_of(builder, values, factor, reciprocal) for values in magnitudes]
+        else:
+            quotients = [builder.fmul(values, factor) for values in magnitudes]
+        encoded = [form.encode_finite(builder, values) for values in quotients]
+        store_signed_codes(builder, encoded, group, codes, form.code_bits)
 
     @intrinsic
     def encode(typingctx, row, codes, factors):
         def codegen(context, builder, signature, args):
             row, codes, factors = args
+            encode_one = encode_group_quickly if quick else encode_group
             for number, group in enumerate(load_groups(builder, row)):
                 at = builder.add(factors, I64(number * VECTOR_BYTES))
-                factor = builder.load(pointer(builder, at, vector_of(F32)), align=1)
-                if quick and form.divides:
-                    at = builder.add(factors, I64(_FACTOR_BYTES // 2 + number * VECTOR_BYTES))
-                    reciprocal = builder.load(pointer(builder, at, vector_of(F32)), align=1)
-                encoded = []
-                for bits in group:
-                    magnitudes = mask_bits(builder, bits, MAGNITUDE)
-                    if quick:
-                        values = as_floats(builder, magnitudes)
-                        if form.divides:
-                            quotients = quotients_of(builder, values, factor, reciprocal)
-                        else:
-                            quotients = builder.fmul(values, factor)
-                        encoded.append(form.encode_finite(builder, quotients))
-                        continue
-                    divide = builder.fdiv if form.divides else builder.fmul
-                    quotients = divide(as_floats(builder, magnitudes), factor)
-                    encoded.append(form.encode(builder, bits, magnitudes, quotients))
-                at = builder.add(codes, I64(number * group_code_bytes))
-                if quick:
-                    _store_signed_codes(builder, encoded, group, at, form.code_bits)
-                else:
-                    _store_codes(builder, encoded, at, form.code_bits)
+                encode_one(builder, group, at, builder.add(codes, I64(number * group_code_bytes)))
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 3), codegen
@@ -149,81 +154,9 @@ def _passes(source: Format, form: Form, quick: bool) -> tuple[Any, Any]:
     return scale, encode
 
 
-def _largest_finite(builder: Any, group: Values, block_lanes: int) -> Any:
-    """In each lane, the bits of the largest finite magnitude of the block of `block_lanes` lanes that it is in."""
-    zero, infinity = constant_like(group[0], 0), constant_like(group[0], INFINITY)
-    values = [mask_bits(builder, bits, MAGNITUDE) for bits in group]
-    values = [builder.select(builder.icmp_unsigned("<", each, infinity), each, zero) for each in values]
-    return _largest(builder, values, block_lanes)
-
-
-def _maximum(builder: Any, values: Values) -> Any:
-    """Of vectors, lane by lane; there are 2^n."""
-    while len(values) > 1:
-        values = [call_intrinsic(builder, "umax", *pair) for pair in zip(values[::2], values[1::2], strict=True)]
-    return values[0]
-
-
-def _largest(builder: Any, magnitudes: Values, block_lanes: int) -> Any:
-    """In each lane, the largest of the block of `block_lanes` lanes that it is in."""
-    largest = _maximum(builder, magnitudes)
-    distance = block_lanes // 2
-    while distance:
-        partners = shuffle(builder, largest, largest, [lane ^ distance for lane in range(_LANES)])
-        largest = call_intrinsic(builder, "umax", largest, partners)
-        distance //= 2
-    return largest
-
-
-def _is_fine(builder: Any, largest: Any, divides: bool) -> Any:
-    """Whether what has these largest magnitudes can be done the quick way."""
-    least = _LEAST_LARGEST if divides else 0
-    above = builder.sub(largest, constant_like(largest, least))
-    is_fine = builder.icmp_unsigned("<", above, constant_like(largest, INFINITY - least))
-    if divides:
-        is_fine = builder.or_(is_fine, builder.icmp_unsigned("==", largest, constant_like(largest, 0)))
-    return is_fine
-
-
-def _all(builder: Any, flags: Any) -> Any:
-    """Whether all elements of a vector of i1 are set."""
-    bits = builder.bitcast(flags, ir.IntType(flags.type.count))
-    return builder.icmp_unsigned("==", bits, ir.Constant(bits.type, -1))
-
-
-def _store_signed_codes(builder: Any, codes: Values, bits: Values, address: Any, code_bits: int) -> None:
-    """`_store_codes` of codes without signs, which are those of the numbers with these bits."""
-    half = 16
-    for index, (even, odd) in enumerate(zip(codes[::2], codes[1::2], strict=True)):
-        pairs = merge(builder, 0xFFFF, even, builder.shl(odd, constant_like(odd, half)))
-        numbers = merge(builder, 0xFFFF, builder.lshr(bits[2 * index], constant_like(even, half)), bits[2 * index + 1])
-        signs = builder.lshr(numbers, constant_like(numbers, half - code_bits))
-        sign = 1 << (code_bits - 1)
-        pairs = merge(builder, sign | sign << half, signs, pairs)
-        if code_bits == 8:
-            items = builder.bitcast(pairs, ir.VectorType(I16, 2 * _LANES))
-            packed = builder.trunc(items, ir.VectorType(I8, 2 * _LANES))
-        else:
-            pairs = merge(builder, (1 << code_bits) - 1, pairs, builder.lshr(pairs, constant_like(pairs, half - code_bits)))
-            packed = builder.trunc(pairs, ir.VectorType(I8, _LANES))
-        _store(builder, packed, builder.add(address, I64(index * _LANES * 2 * code_bits // 8)))
-
-
-def _store_codes(builder: Any, codes: Values, address: Any, code_bits: int) -> None:
-    """Stores codes (the lowest bits of int32s) in the order of their columns, without gaps."""
-    code_pair = ir.IntType(2 * code_bits)
-    for index, (even, odd) in enumerate(zip(codes[::2], codes[1::2], strict=True)):
-        pairs = merge(builder, (1 << code_bits) - 1, even, builder.shl(odd, constant_like(odd, code_bits)))
-        at = builder.add(address, I64(index * _LANES * code_pair.width // 8))
-        _store(builder, builder.trunc(pairs, with_element(pairs, code_pair)), at)
-
-
-def _store(builder: Any, value: Any, address: Any) -> None:
-    builder.store(value, pointer(builder, address, value.type), align=1)
-
-
 # Memory of a call, in bytes: factors of a chunk, at most one per column; the padded copy, its codes and its scales.
 _FACTOR_BYTES = 4 * _STEP
+_RECIPROCAL_AT = _FACTOR_BYTES // 2  # of the factors, where those are divided by: there are half as many
 _COPY_AT = _CHUNK * _FACTOR_BYTES
 _CODES_AT, _SCALES_AT, _SCRATCH_BYTES = _COPY_AT + 4 * _STEP, _COPY_AT + 5 * _STEP, _COPY_AT + 6 * _STEP
 
@@ -265,11 +198,11 @@ def quantize_row(dtype: torch.dtype, form: str) -> Kernel:
         num_steps = num_columns // _STEP
         for first in range(0, num_steps, _CHUNK):
             last = min(first + _CHUNK, num_steps)
-            is_fine = 1
+            is_right = 1
             for i in range(first, last):
                 to = factors + (i - first) * _FACTOR_BYTES
-                is_fine &= quick_scale(row + i * step_bytes, scales + i * step_scale_bytes, to, argument)
-            if is_fine:
+                is_right &= quick_scale(row + i * step_bytes, scales + i * step_scale_bytes, to, argument)
+            if is_right:
                 for i in range(first, last):
                     to = factors + (i - first) * _FACTOR_BYTES
                     quick_encode(row + i * step_bytes, codes + i * step_code_bytes, to)

@@ -109,10 +109,10 @@ def combine(ctx, args, fingerprint, routing, tensors, weights, output, stage_aft
     epoch = word(state, protocol.COMBINE_EPOCH) + 1
     if SUMMED_HERE:
         if phase == 0:
-            if word(args, protocol.HAS_WEIGHTS):
+            if word(args, protocol.HAS_WEIGHTS):  # else the next phase doesn't wait, and would arrive among these
                 share_weights(ctx, state, routing, weights, share, shares)
-            if arrive(state, shares):
-                raise_everywhere(ctx, state, protocol.WEIGHTED, epoch, RANKS)
+                if arrive(state, shares):
+                    raise_everywhere(ctx, state, protocol.WEIGHTED, epoch, RANKS)
         phase -= 1
     if phase == 0:
         if stage_after >= 0:

@@ -53,6 +53,15 @@ def push_counts(ctx, state, routing, rank, epoch):
 
 
 @device
+def most_kept(state):
+    """How many rows of a rank count: what is dropped doesn't."""
+    limit = tl.cast(1 << 31, tl.int64)
+    if word(state, protocol.OVERFLOW) != protocol.STOP:
+        limit = word(state, protocol.ROW_LIMIT)
+    return limit
+
+
+@device
 def _place_by_rank(table, columns, me, size, num_experts, base, RANKS: tl.constexpr):
     """Rows that travel by rank lie by source. Returns the rows that each rank receives, [RANKS]."""
     rank = tl.arange(0, RANKS)
@@ -89,7 +98,7 @@ def _place_by_expert(table, columns, me, size, state, base, rows_of, EXPERTS: tl
         is_here = owner == rank
         rows = tl.sum(tl.where(is_here, taken, 0), 0)
         first = tl.where(is_here, first - all_rows, first)
-        store32(rows_of + 4 * rank, tl.minimum(rows, word(state, protocol.ROW_LIMIT)))  # what is dropped doesn't count
+        store32(rows_of + 4 * rank, tl.minimum(rows, most_kept(state)))
         most = tl.maximum(most, rows)
         all_rows += rows
     start = tl.load(word(state, protocol.ORDER_START).to(tl.pointer_type(tl.int32)) + owner, mask=is_expert, other=0)
@@ -115,7 +124,7 @@ def place_rows(ctx, state, routing, epoch, EXPERTS: tl.constexpr, RANKS: tl.cons
         arrived = tl.minimum(tl.sum(tl.where(rank == me, rows, 0), 0), size * word(state, protocol.MAX_TOKENS))
         set_word(routing, protocol.NUM_ARRIVED, arrived)
         most, all_rows = tl.max(rows, 0), tl.sum(rows, 0)
-        kept = tl.minimum(rows, word(state, protocol.ROW_LIMIT)).to(tl.int32)
+        kept = tl.minimum(rows, most_kept(state)).to(tl.int32)
         tl.store(rows_of.to(tl.pointer_type(tl.int32)) + rank, kept, mask=rank < size)
     if word(state, protocol.LAYOUT) != protocol.FLAT:
         tl.debug_barrier()  # the ranks' rows by expert are written after those by rank
@@ -128,7 +137,7 @@ def place_rows(ctx, state, routing, epoch, EXPERTS: tl.constexpr, RANKS: tl.cons
         if overflow == protocol.STOP:
             status = tl.cast(control.CAPACITY, tl.int64)
         elif overflow == protocol.DROP_AND_TELL:
-            tell_host(ctx, control.CAPACITY, most, limit)
+            tell_host(ctx, control.CAPACITY_BEFORE, most, limit)
     return status
 
 
@@ -149,6 +158,6 @@ def exchange_counts(ctx, args, fingerprint, routing, c1, c2, c3, c4, c5, EXPERTS
     if status == control.OK:
         for rank in range(size):
             requires_grad |= load64(signal_word(ctx, state, kind, me, rank)) & 1
-        set_word(routing, protocol.REQUIRES_GRAD, requires_grad)
+        set_word(routing, protocol.ANY_REQUIRES_GRAD, requires_grad)
         status = place_rows(ctx, state, routing, epoch, EXPERTS, RANKS)
     leave(ctx, status)

@@ -171,4 +171,4 @@ class CudaTarget(GpuTarget):
                 if kernel.reports and not is_captured:
                     torch.cuda.current_stream().synchronize()
 
-        return launch(ctx, args, fingerprint, is_captured, kernel.reports, run)
+        return launch(ctx, args, fingerprint, is_captured, run)

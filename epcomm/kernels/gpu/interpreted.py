@@ -66,4 +66,4 @@ class InterpretedTarget(GpuTarget):
         def run() -> None:
             self.stream.enqueue(lambda: kernel.function[grid](*numbers, **kernel.constants))
 
-        return launch(ctx, args, fingerprint, self.stream.is_capturing(), kernel.reports, run)
+        return launch(ctx, args, fingerprint, self.stream.is_capturing(), run)

@@ -1,6 +1,6 @@
 """A token's row, read once, quantised in registers and stored at all its places: float8 and a scale per 128 columns.
 
-``moe/quantize.py`` defines the numbers; these are the same, bit for bit. The conversion to float8 is integer arithmetic
+``moe/quantize/`` defines the numbers; these are the same, bit for bit. The conversion to float8 is integer arithmetic
 on every architecture: sm_80 has no instruction for it, and the interpreter's is another one.
 """
 

@@ -119,6 +119,8 @@ def route(ctx, args, fingerprint, routing, index, c2, c3, c4, c5):
                 bad = _route_none(index, wide, num_tokens, topk, num_experts, experts)
                 if bad >= 0:
                     set_word(routing, protocol.BAD_SLOT, bad)
-                    tell_host(ctx, control.BAD_VALUE, bad, topk)
-                    status = tl.cast(control.BAD_VALUE, tl.int64)
+                    if word(state, protocol.TELLS_LATER):
+                        tell_host(ctx, control.BAD_VALUE_BEFORE, bad, topk)
+                    else:
+                        status = tl.cast(control.BAD_VALUE, tl.int64)
     leave(ctx, status)

@@ -54,7 +54,8 @@ ARRIVED_TOKEN, ARRIVED_WEIGHT, ARRIVED_PLACE, ARRIVED_FACTOR = 34, 35, 36, 37  #
 BLOCK_ROWS = 38  # that a receive block has room for
 OVERFLOW = 39  # what happens to rows past ROW_LIMIT, see below
 TAIL = 40  # what a receive block's rows past its last are, see below
-STATE_WORDS = 41
+TELLS_LATER = 41  # 1 if the host doesn't wait to learn what a kernel finds
+STATE_WORDS = 42
 
 # ---- more rows for a rank than ROW_LIMIT, which all ranks see alike
 STOP, DROP, DROP_AND_TELL = range(3)  # nothing is sent; they aren't sent; they aren't, and the host is told later
@@ -75,8 +76,9 @@ TOTAL_ROWS = 11  # rows that all ranks receive
 BAD_SLOT = 12  # first index out of range
 NUM_ARRIVED = 13  # rows that this rank receives by rank
 PLACES = 14  # address of [arrivals, topk]: receive block's row of each slot of what arrived, or -1; set by dispatch
-REQUIRES_GRAD = 15  # 1 if this rank wants gradients; once counts are exchanged by route: if any rank does
-ROUTING_WORDS = 16
+REQUIRES_GRAD = 15  # 1 if this rank wants gradients
+ANY_REQUIRES_GRAD = 16  # 1 if any rank does; since route has exchanged counts
+ROUTING_WORDS = 17
 
 # ---- parameter block
 STATE = 7
