@@ -177,7 +177,9 @@ def run_moe_layer(
 ) -> dict[str, Any]:
     """The document: steps of both layers, interleaved, and the parts of epcomm's."""
     cases = [
-        LayerCase(ranks, tokens, *shape, model, training) for model, shape in SHAPES.items() for training in (False, True)
+        LayerCase(ranks, tokens, *shape, model, training)
+        for model, shape in SHAPES.items()
+        for training in (False, True)
     ]
     document = results.new_document("moe_layer", {"ranks": ranks, "tokens": tokens, "budget": budget})
     deadline = 120 + len(cases) * (6 * budget + 60)

@@ -275,7 +275,7 @@ class Communicator:
             nodes: the node of each rank, any integers. A row then goes once to each node that has experts of its token,
                 and is forwarded there: see `epcomm.moe.hierarchical`. Throughput mode only.
 
-        Returns: an `ExpertParallel`; with nodes a `HierarchicalExpertParallel`, which has the same operations.
+        Returns: an `ExpertParallel`; with nodes a `HierarchicalExpertParallel`, which has route, dispatch and combine.
 
         Raises:
             ConfigError: an argument is wrong. MismatchError: ranks passed different ones.
@@ -305,9 +305,10 @@ class Communicator:
             checked = None if nodes is None else check_nodes(where, nodes, config)
         except ConfigError as error:
             raise self._runtime.reject(error) from None
-        if checked is not None:
-            return HierarchicalExpertParallel(self, checked, options)
         self._fifo.drain()
+        if checked is not None:
+            self._runtime.run(self._binder.barrier(f"{config.text} by nodes={checked}"))
+            return HierarchicalExpertParallel(self, checked, options)
         self._runtime.run(self._binder.barrier(config.text))  # all ranks want the same handle
         name = f"handle {self._runtime.sequence}"  # the number of that barrier: the same on all ranks
         return ExpertParallel(self._runtime, self._fifo, config, name, self._binder.barrier)

@@ -108,10 +108,18 @@ class Runtime:
 
     def operation(self, kernel: Kernel, args: ParameterBlock, text: str, keep: Any = None) -> Operation:
         """Binds a kernel and leaves its readable text where peers find it by the fingerprint."""
+        self._require_no_capture(text)
+        return Operation(kernel, args, text, self.texts.fingerprint(text), keep)
+
+    def half_of(self, operation: Operation, kernel: Kernel) -> Operation:
+        """A kernel that goes on with what an operation began, on the same parameters, outside of the sequence."""
+        self._require_no_capture(operation.text)
+        return Operation(kernel, operation.args, operation.text)
+
+    def _require_no_capture(self, text: str) -> None:
         if self.target.stream.is_capturing():
             where = f"rank {self.rank}: {text}"
             raise self.reject(ConfigError(f"{where}: wanted such a call before the capture, which can't load it"))
-        return Operation(kernel, args, text, self.texts.fingerprint(text), keep)
 
     def run(self, operation: Operation, a: int = 0, b: int = 0, c: int = 0, d: int = 0, e: int = 0, f: int = 0) -> int:
         """Runs an operation on this thread; the numbers are its call words.

@@ -20,6 +20,8 @@ class Work:
 
     def __init__(self, function: Callable[[], Any], text: str):
         self._text, self._function = text, function
+        # whether tensors are tracked is a thread's affair: the worker does as the caller would have
+        self._modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
         self._result: Any = None
         self._done = threading.Event()
         self._exception: BaseException | None = None
@@ -56,8 +58,10 @@ class Work:
             return self._future
 
     def _run(self) -> None:
+        is_inference, has_grad = self._modes
         try:
-            self._result = self._function()
+            with torch.inference_mode(is_inference), torch.set_grad_enabled(has_grad and not is_inference):
+                self._result = self._function()
         except BaseException as error:  # handed to whoever waits
             self._exception = error
         self._function = _nothing  # lets go of the tensors it holds

@@ -11,7 +11,7 @@ from ep_cases import Case, Step, check_raised, in_all_kinds, on_ranks
 from failure_cases import raised_by
 
 import epcomm
-from epcomm.errors import ConfigError
+from epcomm.errors import ConfigError, PeerFailedError
 from epcomm.testing.routing import payload
 
 CASE = Case(hidden=6, gate="holes_and_duplicates", tokens="uneven", alignment=4, dtype=torch.float32)
@@ -261,3 +261,24 @@ def run_many_layers(comm: epcomm.Communicator) -> None:
 
 def test_many_layers() -> None:
     on_ranks(2, run_many_layers, longest=0)
+
+
+def run_details(comm: epcomm.Communicator) -> None:
+    """What is received may be changed in place; a bias per tensor of y and no other."""
+    case = Case(dtype=torch.float32)
+    ep, step, rank = case.handle(comm), Step(case, comm.size, 0), comm.rank
+    x = step.x()[rank].requires_grad_()
+    received = ep.dispatch(x, ep.route(step.exchange.indices[rank]))
+    received.x.mul_(2)
+    ep.combine(received.x, received).sum().backward()
+    times = (step.exchange.indices[rank] >= 0).sum(dim=1, keepdim=True)
+    assert torch.equal(x.grad, 2.0 * times.expand_as(x))
+    received = ep.dispatch(x, ep.route(step.exchange.indices[rank]))
+    biases = [torch.zeros_like(x), torch.zeros_like(x)]
+    raised = raised_by(lambda: ep.combine(received.x, received, bias=biases))
+    assert isinstance(raised.error, (ConfigError, PeerFailedError)) and "argument `bias`" in raised.text
+    comm.reset()
+
+
+def test_details() -> None:
+    on_ranks(2, run_details, longest=0)

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from ep_cases import Case, Step, on_ranks
+from ep_cases import Case, Step, check_raised, on_ranks
 from failure_cases import raised_by
 from test_ep_autograd import Gradients, experts, grad_of, scales
 
 import epcomm
-from epcomm.errors import ConfigError, PeerFailedError
+from epcomm.errors import ConfigError, MismatchError, PeerFailedError
 from epcomm.testing.oracle import Exchange
 
 CASE = Case(hidden=12, gate="holes_and_duplicates", tokens="uneven", alignment=4, dtype=torch.float32)
@@ -151,6 +151,7 @@ BAD = [
     ({"mode": "latency"}, "mode"),
     ({"host_sync": False}, "host_sync"),
     ({"overflow": "drop"}, "overflow"),
+    ({"track_load": True}, "track_load"),
     ({"placement": epcomm.Placement(((0, 1, 2), (2, 3)))}, "placement"),
 ]
 
@@ -173,3 +174,34 @@ def run_bad(comm: epcomm.Communicator) -> None:
 
 def test_bad_arguments() -> None:
     on_ranks(2, run_bad, longest=0)
+
+
+def run_other_nodes(comm: epcomm.Communicator) -> None:
+    nodes = [0, 0, 1, 1] if comm.rank < 2 else [0, 1, 0, 1]
+    raised = raised_by(handle, comm, CASE, nodes)
+    assert type(raised.error) is MismatchError and "nodes=" in raised.text
+    comm.reset()
+
+
+def test_ranks_with_other_nodes() -> None:
+    on_ranks(4, run_other_nodes, longest=0)
+
+
+def run_columns_and_weights(comm: epcomm.Communicator) -> None:
+    """Scales come as they were asked for, and weights that don't fit are refused by name."""
+    case = replace(CASE, dtype=torch.bfloat16, hidden=300, tokens="full")
+    ep, step = handle(comm, case, (0, 1)), Step(case, comm.size, 0)
+    quantize = epcomm.Float8(scale_layout="column")
+    routing = ep.route(step.exchange.indices[comm.rank])
+    scales = ep.dispatch(step.x()[comm.rank], routing, quantize=quantize).x[1]
+    assert scales.stride(0) == 1 and scales.stride(1) % 4 == 0
+    for weights in (3, torch.ones(2, 2)):
+        routing = ep.route(step.exchange.indices[comm.rank])
+        if comm.rank == 1:
+            check_raised(comm, lambda w=weights, r=routing: ep.dispatch(step.x()[1], r, w), ConfigError, "topk_weights")
+        else:
+            check_raised(comm, comm.barrier, ConfigError, "topk_weights")
+
+
+def test_columns_and_weights() -> None:
+    on_ranks(2, run_columns_and_weights, longest=0)

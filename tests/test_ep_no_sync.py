@@ -167,3 +167,20 @@ def run_bad(comm: epcomm.Communicator) -> None:
 
 def test_bad_arguments() -> None:
     on_ranks(1, run_bad, longest=0)
+
+
+def run_large_dropping(comm: epcomm.Communicator) -> None:
+    """More rows arrive by rank than a block has: their sums need room of their own."""
+    case = Case(wire="rank", overflow="drop", max_recv_rows=20, max_tokens=64, hidden=2048, dtype=torch.float32)
+    ep = case.handle(comm)
+    for number in range(3):
+        step = Step(case, comm.size, number)
+        rank, exchange, y = comm.rank, step.exchange, step.y()
+        received = ep.dispatch(step.x()[rank], ep.route(exchange.indices[rank]))
+        result = ep.combine(y[rank][: len(received.x)], received, step.weights[rank])
+        clean = [rows.nan_to_num() for rows in without_dropped(exchange, y, 20)]
+        check_combined(f"{step}", result, combined(exchange, rank, clean, step.weights[rank]), case.dtype)
+
+
+def test_sums_of_more_rows_than_a_block_has() -> None:
+    on_ranks(2, run_large_dropping, longest=0)

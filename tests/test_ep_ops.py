@@ -143,11 +143,11 @@ def run_opcheck() -> None:
         step = Step(Case(hidden=4, dtype=torch.float32, gate="holes"), 1, 0)
         index, x, weights = step.exchange.indices[0], step.x()[0], step.weights[0]
         routing = torch.ops.epcomm.route(ep.number, index)
-        torch.library.opcheck(torch.ops.epcomm.dispatch, (ep.number, x, routing, index, weights),
-                              test_utils=("test_schema", "test_faketensor"))  # fmt: skip
+        checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+        torch.library.opcheck(torch.ops.epcomm.dispatch, (ep.number, x, routing, index, weights), test_utils=checks)
         rows = ep.dispatch(x, ep.route(index)).x.clone()
-        torch.library.opcheck(torch.ops.epcomm.combine, (ep.number, rows, routing, index, weights, None, True),
-                              test_utils=("test_schema", "test_faketensor"))  # fmt: skip
+        arguments = (ep.number, rows, routing, index, weights, None, True)
+        torch.library.opcheck(torch.ops.epcomm.combine, arguments, test_utils=checks)
 
 
 def test_opcheck() -> None:
@@ -171,3 +171,27 @@ def run_lifetimes(comm: epcomm.Communicator) -> None:
 
 def test_lifetimes() -> None:
     on_ranks(1, run_lifetimes, longest=0)
+
+
+def run_recomputed(comm: epcomm.Communicator) -> None:
+    """A plain sum, and a rank without rows: every rank recomputes, whatever it has to save."""
+    case = Case(hidden=6, dtype=torch.float32, gate="one_rank")
+    ep, rank = case.handle(comm), comm.rank
+    scale = torch.tensor(2.0, requires_grad=True)
+
+    def layer(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        received = ep.dispatch(x, ep.route(index, requires_grad=True))
+        y = received.x * scale if len(received.x) else received.x
+        return ep.combine(y, received)
+
+    for number in range(3):
+        step = Step(case, comm.size, number)
+        x = step.x()[rank].requires_grad_()
+        checkpoint(layer, x, step.exchange.indices[rank], use_reentrant=False).sum().backward()
+        times = (step.exchange.indices[rank] >= 0).sum(dim=1, keepdim=True)
+        assert torch.equal(x.grad, 2.0 * times.expand_as(x))
+        comm.barrier()
+
+
+def test_recomputed_by_ranks_without_rows() -> None:
+    on_ranks(3, run_recomputed, longest=0)

@@ -20,7 +20,7 @@ from test_moe_layer import run_forward
 
 import epcomm
 from epcomm import Placement, rebalance
-from epcomm.errors import CapacityError, ClosedError, ConfigError, MismatchError
+from epcomm.errors import CapacityError, ClosedError, ConfigError, MismatchError, PeerFailedError
 from epcomm.moe.layer import MoELayer
 from epcomm.testing.ranks import rank_outcomes
 from epcomm.testing.routing import TOKENS, choose_experts, payload, weights
@@ -482,3 +482,23 @@ def test_layer_with_replicas() -> None:
     placement = Placement(((0, 5, 2), (), (1, 2, 3, 4, 0)))
     options = (("placement", placement),)
     on_ranks(3, run_forward, [LayerCase(options=options), LayerCase(mode="latency", options=options, tokens="uneven")])
+
+
+def run_behind_a_queued_split(comm: epcomm.Communicator) -> None:
+    """A split that is queued begins before the change, which is refused until it is finished."""
+    ep = comm.expert_parallel(num_experts=4, topk=1, hidden=8, max_tokens=4, alignment=4)
+    index = torch.full((2, 1), 3 * comm.rank)
+    routing = ep.route(index)
+    works = [comm.allreduce(torch.ones(1 << 16), async_op=True) for _ in range(3)]
+    work = ep.dispatch(torch.ones(2, 8, dtype=torch.bfloat16), routing, split=True, async_op=True)
+    raised = raised_by(ep.set_placement, [1, 1, 0, 0])
+    assert isinstance(raised.error, (ConfigError, PeerFailedError)) and "unfinished split" in raised.text, raised
+    del works, work
+    comm.reset()
+    ep.set_placement([1, 1, 0, 0])
+    received = ep.dispatch(torch.ones(2, 8, dtype=torch.bfloat16), ep.route(index))
+    assert received.x[: received.expert_counts_list[0]].eq(1).all()
+
+
+def test_change_behind_a_queued_split() -> None:
+    on_ranks(2, run_behind_a_queued_split, longest=0)

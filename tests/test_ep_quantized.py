@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import mmap
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -342,6 +344,33 @@ def run_quantized_already(comm: epcomm.Communicator, wire: str) -> None:
 @pytest.mark.parametrize("wire", ["expert", "rank"])
 def test_rows_that_are_quantised_already(wire: str) -> None:
     on_ranks(3, run_quantized_already, wire, longest=0)
+
+
+def run_unread_rows(comm: epcomm.Communicator) -> None:
+    """Rows of tokens without any expert are in memory that nobody may read."""
+    page, num_tokens = mmap.PAGESIZE, 4
+    memory = mmap.mmap(-1, num_tokens * page)
+    x = torch.frombuffer(memory, dtype=torch.bfloat16).view(num_tokens, -1)
+    x.copy_(samples(*x.shape, torch.bfloat16, comm.rank))
+    protect = ctypes.CDLL(None, use_errno=True).mprotect
+    protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    indices = torch.tensor([[0, 1], [-1, -1], [1, 1], [-1, -1]])
+    for layout, wire in (("contiguous", "expert"), ("contiguous", "rank"), ("flat", "auto")):
+        ep = comm.expert_parallel(num_experts=2, topk=2, hidden=x.shape[1], max_tokens=4, layout=layout, wire=wire)
+        routing = ep.route(indices)
+        wanted = ep.dispatch(x, routing, quantize=OPTIONS[0], copy=True)
+        for token in (1, 3):
+            assert protect(x[token].data_ptr(), page, 0) == 0
+        received = ep.dispatch(x, routing, quantize=OPTIONS[0])
+        for token in (1, 3):
+            assert protect(x[token].data_ptr(), page, mmap.PROT_READ | mmap.PROT_WRITE) == 0
+        for got, reference in zip(received.x, wanted.x):
+            require(layout, as_bytes(got), as_bytes(reference))
+        ep.close()
+
+
+def test_tokens_without_experts_are_not_read() -> None:
+    on_ranks(2, run_unread_rows, longest=0)
 
 
 def run_out_in_columns(comm: epcomm.Communicator) -> None:

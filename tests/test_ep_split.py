@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -112,7 +113,7 @@ def run_misuse(comm: epcomm.Communicator) -> None:
     sent = ep.dispatch(step.x()[rank], ep.route(step.exchange.indices[rank]), split=True)
     comm.reset()
     raised = raised_by(sent.finish)
-    assert type(raised.error) is ClosedError and "before a reset" in raised.text
+    assert type(raised.error) is ClosedError and "before the communicator was reset" in raised.text
     round_trip(ep, step)
 
 
@@ -145,3 +146,43 @@ def run_async(comm: epcomm.Communicator) -> None:
 @pytest.mark.parametrize("ranks", ["processes", "threads"])
 def test_async(ranks: str) -> None:
     on_ranks(2, run_async, ranks=ranks)
+
+
+def run_abandoned(comm: epcomm.Communicator) -> None:
+    """A reset in the middle of a split, held or dropped, leaves its block to the next call, of which there is one."""
+    for case in in_all_kinds([replace(CASE, blocks=1)]):
+        ep = case.handle(comm)
+        for held in (True, False):
+            step = Step(case, comm.size, 1)
+            sent = ep.dispatch(step.x()[comm.rank], ep.route(step.exchange.indices[comm.rank]), split=True)
+            if not held:
+                del sent
+            comm.reset()
+            round_trip(ep, step)
+            if held:
+                for _ in range(2):
+                    assert type(raised_by(sent.finish).error) is ClosedError
+        ep.close()
+
+
+def test_abandoned() -> None:
+    on_ranks(2, run_abandoned, longest=0)
+
+
+def run_in_inference_mode(comm: epcomm.Communicator) -> None:
+    """The worker does as the caller would have: what the caller made in inference mode can be written there."""
+    step = Step(CASE, comm.size, 1)
+    ep, rank = CASE.handle(comm), comm.rank
+    with torch.inference_mode():
+        routing = ep.route(step.exchange.indices[rank])
+        out = torch.zeros(step.exchange.rows[rank].source_token.shape + (CASE.hidden,), dtype=CASE.dtype)
+        received = ep.dispatch(step.x()[rank], routing, out=out, async_op=True).result()
+        check_rows(step, rank, out, step.x())
+        assert received.x is out
+    x = step.x(torch.float32, 9)[rank].requires_grad_()
+    with torch.no_grad():
+        assert not ep.dispatch(x, ep.route(step.exchange.indices[rank]), async_op=True).result().x.requires_grad
+
+
+def test_modes_of_the_caller() -> None:
+    on_ranks(2, run_in_inference_mode, longest=0)

@@ -127,6 +127,12 @@ def run_refused(comm: epcomm.Communicator) -> None:
         raised = raised_by(waits.route, index)
     assert type(raised.error) is ConfigError and "host_sync=False during a capture" in raised.text
     comm.reset()
+    routing = ep.route(index)
+    ep.dispatch(x, routing)
+    with stream_of(ep).capture():
+        raised = raised_by(lambda: ep.dispatch(x, ep.route(index), split=True))  # its second half was never loaded
+    assert type(raised.error) is ConfigError and "before the capture" in raised.text
+    comm.reset()
     round_trip(ep, step)
 
 
@@ -165,3 +171,22 @@ def run_late(comm: epcomm.Communicator, how: str) -> None:
 @pytest.mark.parametrize("how", ["overflow", "index"])
 def test_reported_by_a_later_call(how: str) -> None:
     on_ranks(2, run_late, how, kernels="triton", longest=0)
+
+
+def run_both(comm: epcomm.Communicator) -> None:
+    """A bad index and too many rows in one replay: what was found first is told, with its own details."""
+    case = Case("latency", "contiguous", gate="one_rank", host_sync=False, max_recv_rows=4, hidden=16)
+    ep, step = case.handle(comm), Step(case, comm.size, 0)
+    index, x = step.exchange.indices[comm.rank].clone().fill_(-1), step.x()[comm.rank]
+    ep.dispatch(x, ep.route(index))
+    with stream_of(ep).capture() as graph:
+        ep.dispatch(x, ep.route(index))
+    index.copy_(step.exchange.indices[comm.rank])
+    index[2, 1] = case.num_experts
+    graph.replay()
+    raised = raised_by(comm.check)
+    assert type(raised.error) is ConfigError and "at [2, 1]" in raised.text, raised
+
+
+def test_two_findings_of_one_replay() -> None:
+    on_ranks(1, run_both, kernels="triton", longest=0)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ep_cases import check_raised, on_ranks
+from torch.utils.checkpoint import checkpoint
 
 import epcomm
 from epcomm.errors import CapacityError, ConfigError
@@ -481,3 +482,21 @@ def run_wrong_state_dict(comm: epcomm.Communicator) -> None:
 
 def test_wrong_state_dict():
     on_ranks(2, run_wrong_state_dict)
+
+
+def run_new_layers(comm: epcomm.Communicator) -> None:
+    """A new layer by way of nodes; a first forward that is recomputed; autocast, with and without gradients."""
+    sizes = dict(hidden=HIDDEN, intermediate=INTERMEDIATE, num_experts=4, topk=2, max_tokens=MAX_TOKENS)
+    layer = MoELayer(comm, **sizes, dtype=torch.float32, nodes=[0] * comm.size)
+    x = torch.randn(MAX_TOKENS, HIDDEN, generator=torch.Generator().manual_seed(comm.rank)).requires_grad_()
+    checkpoint(layer, x, use_reentrant=False).sum().backward()
+    assert x.grad is not None
+    with torch.autocast("cpu", torch.bfloat16):
+        trained = layer(x)
+        with torch.no_grad():
+            close("autocast", layer(x), trained.double(), torch.bfloat16)
+        trained.sum().backward()
+
+
+def test_new_layers():
+    on_ranks(2, run_new_layers)

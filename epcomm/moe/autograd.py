@@ -61,12 +61,12 @@ def combine(
 ) -> Any:
     """``run(y, received, weights, bias=bias)``, whose results have gradients."""
     is_tuple = isinstance(y, (tuple, list))
-    rows = tuple(y) if is_tuple else (y,)
-    addends = () if bias is None else tuple(bias) if isinstance(bias, (tuple, list)) else (bias,)
+    rows, addends = flat(y), () if bias is None else flat(bias)
     anchor = getattr(received, "anchor", None)
     outs = _Combine.apply(
         run,
         is_tuple,
+        isinstance(bias, (tuple, list)),
         received,
         routing,
         len(rows),
@@ -92,10 +92,12 @@ class _Dispatch(torch.autograd.Function):
         ctx.routing, ctx.has_weights = routing, weights is not None
         ctx.shapes = [(row.shape, row.dtype) for row in rows]
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*[row for row in rows if row.dtype not in ROW_SUM_DTYPES])
         # the index tells which slots of a row in flat layout are its rank's
         is_flat = weights is not None and received.ep.is_flat
         ctx.slots = received.topk_idx.clone() if is_flat else None  # a copy: the block may be lent again
+        # not as views, which may not be changed in place where a Function made them
+        rows = [row.new_empty(0).set_(row) for row in rows]
+        ctx.mark_non_differentiable(*[row for row in rows if row.dtype not in ROW_SUM_DTYPES])
         return anchor.new_zeros(0), received.row_weights, *rows
 
     @staticmethod
@@ -116,10 +118,10 @@ class _Dispatch(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: Any, is_tuple: Any, received: Any, routing: Any, num_rows: Any, anchor: Any,
-                weights: Any, *tensors: Any) -> Any:  # fmt: skip
+    def forward(ctx: Any, run: Any, is_tuple: Any, is_bias_tuple: Any, received: Any, routing: Any, num_rows: Any,
+                anchor: Any, weights: Any, *tensors: Any) -> Any:  # fmt: skip
         y, bias = tensors[:num_rows], tensors[num_rows:]
-        addends = (bias if is_tuple else bias[0]) if bias else None
+        addends = (bias if is_bias_tuple else bias[0]) if bias else None
         outs = run(y if is_tuple else y[0], received, weights, bias=addends)
         outs = outs if is_tuple else (outs,)
         ctx.routing, ctx.num_rows, ctx.num_biases = routing, num_rows, len(bias)
@@ -127,14 +129,15 @@ class _Combine(torch.autograd.Function):
         ctx.shapes = [(out.shape, row.dtype) for out, row in zip(outs, y)]
         ctx.has_weights = weights is not None
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(weights, *(y if weights is not None else ()))
+        # the anchor for checkpointing: a rank must recompute whether or not there is anything else to save
+        ctx.save_for_backward(anchor, weights, *(y if weights is not None else ()))
         return outs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *outs: Any) -> Any:
         ep, routing = ctx.routing.ep, ctx.routing
-        weights, *y = ctx.saved_tensors
+        _, weights, *y = ctx.saved_tensors
         gradients = tuple(_or_zeros(out, shape, ep.device) for out, shape in zip(outs, ctx.shapes))
         received = ep.dispatch(gradients, routing, weights)
         rows = received.x
@@ -147,7 +150,7 @@ class _Combine(torch.autograd.Function):
         biases = gradients[: ctx.num_biases]
         # an empty gradient is what makes the engine go on to dispatch
         anchor = torch.zeros(0, device=ep.device)
-        return None, None, None, None, None, anchor, of_weights, *rows, *biases
+        return None, None, None, None, None, None, anchor, of_weights, *rows, *biases
 
 
 def _or_zeros(gradient: torch.Tensor | None, like: tuple[Sequence[int], torch.dtype], device: Any) -> torch.Tensor:

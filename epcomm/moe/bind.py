@@ -65,11 +65,12 @@ class Binder:
             operation = self._operations[text, variant] = self._runtime.operation(kernel, args, text)
         return operation
 
-    def second_half(self, operation: Operation, kernel: Kernel) -> Operation:
+    def second_half(self, operation: Operation, kernel_of: Callable[[Any], Kernel]) -> Operation:
         """What receives after an operation that only sent: outside of the sequence, which the first half is in."""
         half = self._halves.get(operation.args)
         if half is None:
-            half = self._halves[operation.args] = Operation(kernel, operation.args, operation.text)
+            kernel = kernel_of(operation.code)
+            half = self._halves[operation.args] = self._runtime.half_of(operation, kernel)
         return half
 
     def _table(self, rows: Sequence[torch.Tensor]) -> tuple[np.ndarray, Tensors]:

@@ -261,7 +261,8 @@ class Calls:
         """Refuses what `ops` has no operator for."""
         for name, value in options.items():
             if value:
-                raise ConfigError(f"argument `{name}`: wanted none while it is traced, got {type(value).__name__}")
+                where = f"rank {self._runtime.rank}: dispatch or combine"
+                raise ConfigError(f"{where}: argument `{name}`: wanted none while it is traced, got {value!r}")
 
     def _check_open(self, where: str) -> None:
         if self.is_closed or self._runtime.closed:

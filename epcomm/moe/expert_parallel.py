@@ -94,7 +94,8 @@ class ExpertParallel(PlacedExperts):
             requires_grad: dispatch and combine are part of a graph even where no tensor here asks for that. Ranks must
                 all have a backward pass or none; if their tensors could differ in this (rows without gradients,
                 experts without rows), say True: it holds for all ranks as soon as one does. (In latency mode, and with
-                host_sync=False on a GPU, each rank is told for itself.)
+                host_sync=False on a GPU, each rank is told for itself. While traced it has no effect: a graph has
+                gradients where its inputs do.)
 
         Raises:
             ConfigError, CapacityError: the indices are wrong (before anything is sent; peers raise too).
@@ -248,9 +249,9 @@ class ExpertParallel(PlacedExperts):
     def is_closed(self) -> bool:
         return self._calls.is_closed
 
-    def second_half(self, operation: Operation, kernel: Kernel) -> Operation:
-        """For a split operation."""
-        return self._binder.second_half(operation, kernel)
+    def second_half(self, operation: Operation, kernel_of: Callable[[Any], Kernel]) -> Operation:
+        """For a split operation; `kernel_of` gives the kernel of the half that receives, for that which sends."""
+        return self._binder.second_half(operation, kernel_of)
 
     def take_output(self) -> Any:
         """For `Received.output_buffer`: an output block that all peers have read, or None if there is no free one."""
@@ -263,6 +264,12 @@ class ExpertParallel(PlacedExperts):
         if len(bad):
             raise self._runtime.reject(self._bad_index(index, int(bad[0])))
         return index
+
+    def checked_weights(self, operation: str, weights: Any, routing: Routing) -> torch.Tensor:
+        """Weights as dispatch and combine want them: float32, contiguous."""
+        checked = self._calls.weights(operation, weights, routing)
+        assert checked is not None
+        return checked
 
     def _bad_index(self, topk_idx: torch.Tensor, at: int) -> ConfigError:
         token, slot = divmod(at, topk_idx.shape[1])

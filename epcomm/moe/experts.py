@@ -99,6 +99,9 @@ class Experts(nn.Module):
             raise ConfigError(f"Experts: argument `activation`: wanted {wanted}, got {activation!r}")
         self.num_local, self.hidden, self.intermediate = num_local, hidden, intermediate
         self.activation, self.grouped = activation, grouped
+        where = torch.empty(0, device=device).device
+        if where.type != "meta":
+            grouped_mm_works(dtype, where)  # tried now: a first forward may be recorded, by checkpointing for one
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(num_local, *shape, dtype=dtype, device=device))
@@ -226,7 +229,8 @@ class Experts(nn.Module):
                 if len(piece) == 0:
                     continue
                 gate_up_bias = None if self.gate_up_bias is None else self.gate_up_bias[number]
-                inner = self._activated(F.linear(piece, self.gate_up_proj[number], gate_up_bias))
+                # under autocast it has another dtype than what is to be written
+                inner = self._activated(F.linear(piece, self.gate_up_proj[number], gate_up_bias)).to(result.dtype)
                 if self.down_bias is None:
                     torch.mm(inner, self.down_proj[number].t(), out=result)
                 else:

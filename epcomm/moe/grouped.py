@@ -35,7 +35,7 @@ class _Memory:
 class _GroupedLinearInto(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, memory: _Memory, rows: torch.Tensor, weight: torch.Tensor, bias: Any, offsets: Any) -> Any:
-        out = memory.tensor
+        out, rows = memory.tensor, rows.to(weight.dtype)  # under autocast it may have another
         for group, (start, end) in enumerate(zip(offsets, offsets[1:])):
             if bias is None:
                 torch.mm(rows[start:end], weight[group].t(), out=out[start:end])

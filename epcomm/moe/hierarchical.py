@@ -22,6 +22,7 @@ import torch
 
 from epcomm.errors import ConfigError
 from epcomm.moe.config import Config
+from epcomm.moe.placement import Placement
 from epcomm.moe.received import Received
 from epcomm.moe.routing import Routing
 
@@ -101,6 +102,11 @@ class HierarchicalExpertParallel:
             own[ranks.index(source) % len(own)] == rank for ranks in members.values() for source in ranks
         )
 
+    @property
+    def placement(self) -> Placement:
+        """Which experts are on which rank, by local number."""
+        return self.to_experts.placement
+
     def memory(self) -> dict[str, int]:
         """Bytes of both handles' segments, by region."""
         return {
@@ -133,9 +139,12 @@ class HierarchicalExpertParallel:
         self, x: Any, routing: HierarchicalRouting, topk_weights: torch.Tensor | None = None, *, quantize: Any = None
     ) -> HierarchicalReceived:
         """Collective: see `ExpertParallel.dispatch`. What crosses between nodes is quantised, too."""
-        weights = self._at_carriers(topk_weights, routing)
+        weights = self._at_carriers("dispatch", topk_weights, routing)
         carried = self.to_carriers.dispatch(x, routing.first, quantize=quantize)
         delivered = self.to_experts.dispatch(carried.x, routing.second, weights)
+        if quantize is not None:
+            rows, scales = delivered.x
+            delivered.__dict__["x"] = rows, quantize.delivered(scales)
         return HierarchicalReceived(routing, carried, delivered, None if quantize is None else x)
 
     def combine(
@@ -155,15 +164,16 @@ class HierarchicalExpertParallel:
             routing, delivered, carried = received.routing, received.delivered, received.carried
         else:
             routing, delivered, carried = received, received.second, received.first
-        weights = self._at_carriers(topk_weights, routing)
+        weights = self._at_carriers("combine", topk_weights, routing)
         sums = self.to_experts.combine(y, delivered, weights)
         return self.to_carriers.combine(sums, carried, bias=bias, out=out)
 
-    def _at_carriers(self, weights: torch.Tensor | None, routing: HierarchicalRouting) -> torch.Tensor | None:
+    def _at_carriers(self, operation: str, weights: Any, routing: HierarchicalRouting) -> torch.Tensor | None:
         """The weights of the tokens that this rank carries, float32 [rows, topk]."""
         if weights is None:
             return None
-        return self.to_carriers.dispatch((weights.float(),), routing.first).x[0]
+        checked = self.to_carriers.checked_weights(operation, weights, routing.first)
+        return self.to_carriers.dispatch((checked,), routing.first).x[0]
 
 
 def check_nodes(where: str, nodes: Any, config: Config) -> list[int]:
@@ -174,11 +184,12 @@ def check_nodes(where: str, nodes: Any, config: Config) -> list[int]:
         checked = []
     if len(checked) != config.size:
         raise ConfigError(f"{where}: argument `nodes`: wanted a node per rank, {config.size} integers, got {nodes!r}")
-    for name, wanted in (("mode", "throughput"), ("host_sync", True), ("overflow", "raise"), ("placement", None)):
+    usual = {"mode": "throughput", "host_sync": True, "overflow": "raise", "track_load": False, "placement": None}
+    for name, wanted in usual.items():
         got = getattr(config, name)
         if got != wanted:
-            usual = "a rank per expert" if name == "placement" else repr(wanted)
-            raise ConfigError(f"{where}: argument `{name}`: wanted {usual} with nodes, got {got!r}")
+            text = "a rank per expert" if name == "placement" else repr(wanted)
+            raise ConfigError(f"{where}: argument `{name}`: wanted {text} with nodes, got {got!r}")
     return checked
 
 

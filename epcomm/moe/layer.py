@@ -11,7 +11,7 @@ from torch import nn
 
 from epcomm.errors import ConfigError
 from epcomm.moe.checks import describe
-from epcomm.moe.experts import Activation, Experts
+from epcomm.moe.experts import Activation, Experts, grouped_mm_works
 from epcomm.moe.placement import Placement
 from epcomm.moe.received import Received
 from epcomm.moe.replicas import copy_replicas
@@ -82,6 +82,7 @@ class MoELayer(nn.Module):
         made: dict[str, Any] = dict(dtype=dtype, device=comm.device if device is None else torch.device(device))
         with _peers_learn(comm):
             _check(intermediate, topk, layout, shared_intermediate, shared_gate, weights_on_input)
+            grouped_mm_works(dtype, comm.device)  # where weights will be that come later
             settings = settings_of(router)
             router_dtype = torch.promote_types(dtype, torch.float32) if settings.get("float32_logits") else dtype
             self.router = Router(hidden, num_experts, topk, **{**made, "dtype": router_dtype, **settings})

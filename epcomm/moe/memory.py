@@ -26,7 +26,9 @@ class Memory:
         self.capacity = config.capacity
         self.row_limit = config.max_recv_rows or self.capacity
         self.regions = protocol.block_regions(layout_code, self.capacity, config.topk, row_bytes)
-        output_bytes = protocol.rows_bytes(self.capacity, row_bytes)
+        # it holds the experts' outputs, or their sums per token that came from another rank
+        outputs_rows = max(self.capacity, config.most_arrivals) if config.is_expanded else self.capacity
+        output_bytes = protocol.rows_bytes(outputs_rows, row_bytes)
         layout = Layout()
         layout.add("words", protocol.NUM_KINDS * size * LINE)
         table = layout.add("count table", 2 * size * (config.most_physical + size) * 4)
@@ -61,6 +63,7 @@ class Memory:
         self._scratch = self._target.private(runtime.num_programs * scratch_bytes)
         self._state = self._target.private(8 * protocol.STATE_WORDS)
         self.state_address = self._state.address
+        self._tells_later = self._target.defers and not config.host_sync
         overflow = self._overflow(config)
         self.drops = overflow != protocol.STOP
         state = self._state.array.view(np.int64)
@@ -97,6 +100,7 @@ class Memory:
             (protocol.ARRIVED_FACTOR, self.arrivals.factor),
             (protocol.BLOCK_ROWS, self.capacity),
             (protocol.OVERFLOW, overflow),
+            (protocol.TELLS_LATER, self._tells_later),
             (protocol.TAIL, _TAILS[config.tail]),
         ):
             state[word] = value
@@ -106,8 +110,7 @@ class Memory:
     def _overflow(self, config: Config) -> int:
         if config.overflow == "drop":
             return protocol.DROP
-        is_known_later = self._target.defers and not config.host_sync
-        return protocol.DROP_AND_TELL if is_known_later else protocol.STOP
+        return protocol.DROP_AND_TELL if self._tells_later else protocol.STOP
 
     def free(self) -> None:
         """Lets go of the segment, which is unmapped when the last tensor on it is gone."""

@@ -94,6 +94,7 @@ class PlacedExperts:
         def change() -> str:
             # Behind the barrier all ranks have read the counts that were exchanged, which now get another shape. A peer
             # may send new ones before this rank is done here: they lie where nothing is read until then.
+            self._turns.require_finished("set_placement")  # one that was queued before has had its turn by now
             self._runtime.run(barrier)
             self._memory.set_placement(config)
             return self._runtime.sequence  # the number of that barrier: the same on all ranks

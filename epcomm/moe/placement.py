@@ -313,9 +313,11 @@ class Load:
         if not isinstance(decay, (int, float)) or not 0 < decay <= 1:
             raise _wrong("Load", "decay", "a number > 0 and <= 1", repr(decay))
         self.decay = float(decay)
-        self.total = torch.zeros(_integer("Load", "num_experts", num_experts, 1), dtype=torch.int64, device=device)
-        self._weighted = self.total.double()
-        self._weight = self._weighted.new_zeros(())  # a tensor, so that a CUDA graph may hold updates
+        num_experts = _integer("Load", "num_experts", num_experts, 1)
+        with torch.inference_mode(False):  # or they could be changed in that mode only
+            self.total = torch.zeros(num_experts, dtype=torch.int64, device=device)
+            self._weighted = self.total.double()
+            self._weight = self._weighted.new_zeros(())  # a tensor, so that a CUDA graph may hold updates
 
     def update(self, counts: torch.Tensor) -> None:
         """Adds `counts`, int32 or int64 [num_experts] on the same device: tokens since the last update."""

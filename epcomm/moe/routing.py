@@ -105,7 +105,7 @@ class Routing:
     def learn_requires_grad(self) -> None:
         """For the handle, once counts are exchanged."""
         self.workspace.refresh()
-        self.requires_grad = bool(self.workspace.header[protocol.REQUIRES_GRAD])
+        self.requires_grad = bool(self.workspace.header[protocol.ANY_REQUIRES_GRAD])
 
     @property
     def num_rows(self) -> int:

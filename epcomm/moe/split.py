@@ -12,14 +12,27 @@ class Split:
     def __init__(self, receive: Callable[[], Any], text: str):
         self._receive: Callable[[], Any] | None = receive
         self._result: Any = None
+        self._error: BaseException | None = None
         self.text = text
 
     def finish(self) -> Any:
-        """Receives, and returns what the call would have returned without ``split=True``. Again: the same result.
+        """Receives, and returns what the call would have returned without ``split=True``. Again: the same.
 
-        Every rank finishes before its next dispatch or combine on this handle. Raises what went wrong meanwhile.
+        Every rank finishes before its next dispatch or combine on this handle. Raises what went wrong meanwhile, and
+        `ClosedError` after a reset.
         """
         if self._receive is not None:
             receive, self._receive = self._receive, None
-            self._result = receive()
+            try:
+                self._result = receive()
+            except BaseException as error:
+                self._error = error
+                raise
+        if self._error is not None:
+            raise self._error
         return self._result
+
+    def abandon(self, error: BaseException) -> None:
+        """For the handle: there is nothing to receive any more; lets go of what it holds."""
+        if self._receive is not None:
+            self._receive, self._error = None, error

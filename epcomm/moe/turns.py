@@ -43,6 +43,9 @@ class Turns:
         """For `Communicator.reset`."""
         for pools in (self._pools, self._pools_of_graphs):
             pools.outputs.start_generation(generation)
+        if self._unfinished is not None:
+            where = f"rank {self._ep.rank}: finish of {self._unfinished.text}"
+            self._unfinished.abandon(ClosedError(f"{where}: it is from before the communicator was reset"))
         self._unfinished = None
 
     def pools(self, operation: str) -> Pools:
@@ -59,6 +62,8 @@ class Turns:
         """The result of a dispatch, or half of one."""
         if self._unfinished is not None:
             raise self._not_finished("dispatch")
+        # loaded now: no one may wait for this rank then
+        second = self._ep.second_half(bound.operation, self._target.dispatch_receive) if split else None
         for at, tensor in zip(bound.addresses, tensors):
             bound.table[at] = tensor.data_ptr()
         bound.memory.publish()
@@ -72,8 +77,7 @@ class Turns:
         except BaseException:
             lease.release()  # whoever keeps the exception keeps this frame, and would keep the block
             raise
-        if split:
-            second = self._ep.second_half(bound.operation, self._target.dispatch_receive(bound.operation.code))
+        if second is not None:
             words = routed, table, weights_address, lease.index
             kept = pools, lease, bound, is_tuple, routing, weights is not None, out, copy
             return self._split(second, words, functools.partial(self._deliver, *kept))
@@ -100,6 +104,7 @@ class Turns:
         """The result of a combine, or half of one."""
         if self._unfinished is not None:
             raise self._not_finished("combine")
+        second = self._ep.second_half(bound.operation, self._target.combine_receive) if split else None
         for at, row, result in zip(bound.addresses, rows, outs):
             bound.table[at], bound.table[at + _OUT] = row.data_ptr(), result.data_ptr()
         bound.memory.publish()
@@ -110,27 +115,23 @@ class Turns:
         self._runtime.run(bound.operation, routed, table, weights_address, block, stage_after, split)
         outputs.combined(block)
         result = tuple(outs) if is_tuple else outs[0]
-        if split:
-            second = self._ep.second_half(bound.operation, self._target.combine_receive(bound.operation.code))
+        if second is not None:
             kept = (rows, weights, bound.keep)  # the second half reads them
             return self._split(second, (routed, table, weights_address, block), lambda: (result, kept)[0])
         return result
 
     def _split(self, second: Operation, words: Sequence[int], deliver: Callable[[], Any]) -> Split:
         """What is left of an operation that has sent."""
-        generation = self._ep.generation
 
         def receive() -> Any:
-            if self._unfinished is split:
-                self._unfinished = None
-            if self._ep.is_closed or self._ep.generation != generation:
-                raise ClosedError(f"rank {self._ep.rank}: finish of {second.text}: it is from before a reset or close")
+            self._unfinished = None
+            if self._ep.is_closed:
+                raise ClosedError(f"rank {self._ep.rank}: finish of {second.text}: the handle is closed")
             self._runtime.run(second, *words)
             return deliver()
 
-        split = Split(lambda: self._fifo.call(receive, False, second.text), second.text)
-        self._unfinished = split
-        return split
+        self._unfinished = Split(lambda: self._fifo.call(receive, False, second.text), second.text)
+        return self._unfinished
 
     def require_finished(self, operation: str) -> None:
         """Raises `ConfigError` if a split operation is not finished."""

@@ -11,8 +11,8 @@ from epcomm.device import control
 from epcomm.device.cpu.launch import load_claim, load_leave
 from epcomm.heap.private import MirroredMemory
 
-#: what a launch that was not waited for has left for the host
-_KNOWN_LATER = {control.CAPACITY: control.CAPACITY_BEFORE, control.BAD_VALUE: control.BAD_VALUE_BEFORE}
+#: what kernels leave for a later launch to tell, if the host doesn't wait for them
+_TOLD_LATER = control.CAPACITY_BEFORE, control.BAD_VALUE_BEFORE
 _CONTEXT_WORDS = control.FAILED_PEER, control.FAILED_SITE, control.FAILED_WANTED, control.FAILED_FOUND
 
 
@@ -21,13 +21,11 @@ def launch(
     args: MirroredMemory,
     fingerprint: int,
     is_captured: bool,
-    reports: bool,
     run: Callable[[], object],
 ) -> int:
     """Runs `run`, which launches a kernel, as the next operation of the context; returns a status.
 
-    If it `reports`, `run` waits for it. A launch that is captured happens later and any number of times: nothing is
-    counted or known of it here.
+    A launch that is captured happens later and any number of times: nothing is counted or known of it here.
     """
     block = ctx.array.view(np.int64)
     if block[control.IS_CLOSED]:
@@ -42,7 +40,7 @@ def launch(
         if fingerprint and not is_captured:
             block[control.SEQUENCE] += 1  # as the kernel does
         run()
-        return control.OK if is_captured else failure.after_launch(reports)
+        return control.OK if is_captured else failure.after_launch()
     except KeyboardInterrupt:
         return control.INTERRUPTED
     finally:
@@ -70,13 +68,12 @@ class _FailureWords:
     def before_launch(self) -> int:
         """Why nothing is to be launched: an earlier launch was stopped, or the abort word is up. OK if neither."""
         status = self.take()
-        status = _KNOWN_LATER.get(status, status)
         is_aborted = self._abort.value >> control.GENERATION_SHIFT >= self._context[control.GENERATION]
         return control.ABORTED if status == control.OK and is_aborted else status
 
-    def after_launch(self, reports: bool) -> int:
-        """What is known to have stopped the launch by now; what is for the host later stays unless it `reports`."""
-        return self.take() if reports or self._words[0] not in _KNOWN_LATER else control.OK
+    def after_launch(self) -> int:
+        """What is known to have stopped the launch by now. What is to be told later stays."""
+        return control.OK if self._words[0] in _TOLD_LATER else self.take()
 
     def take(self) -> int:
         """The status that stopped a launch since the last `take`, else OK; its details go to the context block."""

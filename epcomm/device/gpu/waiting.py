@@ -169,8 +169,9 @@ def signal(address, value):
 def tell_host(ctx, status, wanted, found):
     """Leaves a status for the host, which raises it later; nothing stops."""
     failure = control_region(ctx, word(ctx, control.RANK)) + control.FAILURE
-    _record(ctx, word(ctx, control.RANK), 0, wanted, found)
-    compare_exchange(failure, control.OK, status)
+    if load_acquire(failure) == control.OK:  # what was left before is told first, with its details
+        _record(ctx, word(ctx, control.RANK), 0, wanted, found)
+        compare_exchange(failure, control.OK, status)
 
 
 # ---- all peers at once: a lane each, so that eight peers cost no more than one
