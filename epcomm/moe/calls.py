@@ -99,8 +99,8 @@ class Calls:
         self, y: Any, routing: Any, has_weights: bool, bias: Any, outs: Any, reduce: bool, quantize: Any = None
     ) -> tuple[Any, Any, Bound]:
         """(tensors of y, results, bound operation) of a combine; `outs` is empty if the caller gave no results."""
-        key = self._combine_key(y, routing, has_weights, outs, reduce, quantize)
-        bound = self._combines.get(key)
+        option = reduce if quantize is None else _quantized(reduce, quantize)
+        bound = self._combines.get(self._key(routing, has_weights, option, y, outs))
         if (
             bound is None
             or bias is not None
@@ -129,23 +129,14 @@ class Calls:
     def _key(self, routing: Any, has_weights: bool, option: Any, tensors: Any, outs: Any) -> Any:
         """Everything that a bound operation depends on, or None for what isn't even a tensor."""
         try:
-            return (
-                routing.topk,
-                routing.index_dtype,
-                has_weights,
-                option,
-                *[(t.dtype, t.shape[-1], t.stride(), t.device, t.is_neg()) for t in tensors],
-                *[(t.dtype, t.shape[-1], t.stride(), t.device) for t in outs],
-            )
+            key = [routing.topk, routing.index_dtype, has_weights, option]
+            for t in tensors:  # not in comprehensions, each of which is a call
+                key += (t.dtype, t.shape[-1], t.stride(), t.device, t.is_neg())
+            for t in outs:
+                key += (t.dtype, t.shape[-1], t.stride(), t.device)
+            return tuple(key)
         except (AttributeError, IndexError, TypeError):
             return None
-
-    def _combine_key(self, y: Any, routing: Any, has_weights: bool, outs: Any, reduce: Any, quantize: Any) -> Any:
-        if quantize is None:
-            return self._key(routing, has_weights, reduce, y, outs)
-        if isinstance(quantize, Quantizer):
-            return self._key(routing, has_weights, (reduce, quantize), y, outs)
-        return None
 
     def _misfits(self, routing: Routing, tensors: Any, lead: tuple[int, ...] | None) -> bool:
         """True if a tensor of a known kind doesn't have this call's rows, or the routing can't be used here."""
@@ -228,8 +219,8 @@ class Calls:
                 bound.table[record + protocol.T_BIAS] = addend.data_ptr()
                 bound.table[record + protocol.T_BIAS_STRIDE] = addend.stride(0) * addend.element_size()
         elif _are_read_in_place(y, rows):
-            key = self._combine_key(y, routing, has_weights, outs, reduce, quantize)
-            _remember(self._combines, key, bound)
+            option = reduce if quantize is None else _quantized(reduce, quantize)
+            _remember(self._combines, self._key(routing, has_weights, option, y, outs), bound)
         return rows, results, bound
 
     def results_of_dispatch(self, out: Any, bound: Bound, routing: Routing) -> tuple[torch.Tensor, ...] | None:
@@ -280,6 +271,11 @@ class Calls:
             raise ConfigError(f"{where}: argument `{name}`: wanted a routing of {names}")
         if routing.generation != self.generation:
             raise ClosedError(f"{where}: argument `{name}`: it is from before the communicator was reset")
+
+
+def _quantized(reduce: bool, quantize: Any) -> Any:
+    """An option of a combine by which it is known; what is no Quantizer is unknown, and refused then."""
+    return reduce, quantize if isinstance(quantize, Quantizer) else None
 
 
 def _are_read_in_place(tensors: Any, rows: Any) -> bool:

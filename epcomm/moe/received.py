@@ -62,12 +62,13 @@ class Received:
         shape = self._rows_shape()
         outputs = self._bound.outputs
         buffer = self.ep.take_output() if self._bound.outputs_fit else None
-        if buffer is None:
-            device = self.ep.device
-            views = tuple(torch.empty((*shape, width), dtype=dtype, device=device) for dtype, width, _ in outputs)
-        else:
-            views = tuple(buffer.tensor(at, dtype, (*shape, width)) for dtype, width, at in outputs)
-        return views if self._is_tuple and outputs is self._bound.tensors else views[0]
+        views = []
+        for dtype, width, at in outputs:
+            if buffer is None:
+                views.append(torch.empty((*shape, width), dtype=dtype, device=self.ep.device))
+            else:
+                views.append(buffer.tensor(at, dtype, (*shape, width)))
+        return tuple(views) if self._is_tuple and outputs is self._bound.tensors else views[0]
 
     def _per_row(self, offset: int, dtype: torch.dtype, *width: int) -> torch.Tensor:
         return self._buffer.tensor(offset, dtype, (*self._rows_shape(), *width))
