@@ -35,12 +35,23 @@ def flat(tensors: Any) -> Sequence[Any]:
     return tensors if isinstance(tensors, (tuple, list)) else (tensors,)
 
 
-def needs_grad(routing: Any, *tensors: Any) -> bool:
+def needs_grad(routing: Any, weights: Any, tensors: Sequence[Any], more: Sequence[Any] = ()) -> bool:
     """Whether an operation is part of a graph where they are made at all.
 
     It is if a tensor here asks for that, or a rank did when the routing was made.
     """
-    return any(getattr(item, "requires_grad", False) for item in (routing, *tensors))
+    try:
+        if routing.requires_grad or (weights is not None and weights.requires_grad):
+            return True
+        for tensor in tensors:
+            if tensor.requires_grad:
+                return True
+        for tensor in more:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    except AttributeError:
+        pass  # it isn't a tensor, or no routing: refused where arguments are checked
+    return False
 
 
 def dispatch(run: Callable[..., Received], x: Any, routing: Routing, weights: Any) -> Received:

@@ -168,7 +168,7 @@ class ExpertParallel(PlacedExperts):
             self._calls.check_traced(quantize=quantize, out=out, split=split, async_op=async_op)
             return ops.dispatch(x, routing, topk_weights)
         is_tuple = isinstance(x, (tuple, list))
-        if _is_grad_enabled() and autograd.needs_grad(routing, topk_weights, *autograd.flat(x)):
+        if _is_grad_enabled() and autograd.needs_grad(routing, topk_weights, x if is_tuple else (x,)):
             options = dict(quantize=quantize, out=out, split=split, async_op=async_op)
             self._calls.checked(self._calls.check_differentiable, "dispatch", options, routing)
             return autograd.dispatch(functools.partial(self.dispatch, copy=copy), x, routing, topk_weights)
@@ -228,7 +228,7 @@ class ExpertParallel(PlacedExperts):
         routing = received.routing if isinstance(received, Received) else received
         is_tuple = isinstance(y, (tuple, list))
         if _is_grad_enabled() and autograd.needs_grad(
-            routing, topk_weights, getattr(received, "anchor", None), *autograd.flat(y), *autograd.flat(bias)
+            routing, topk_weights, y if is_tuple else (y,), (getattr(received, "anchor", None), *autograd.flat(bias))
         ):
             options = dict(quantize=quantize, out=out, split=split, async_op=async_op, reduce=reduce)
             self._calls.checked(self._calls.check_differentiable, "combine", options, routing)
