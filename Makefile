@@ -42,6 +42,7 @@ bench: $(BENCH_READY) bench-note
 	$(BIN)/python benchmarks/decode_latency.py
 	$(BIN)/python benchmarks/prefill_throughput.py
 	$(BIN)/python benchmarks/quantized_dispatch.py
+	$(BIN)/python benchmarks/moe_layer.py
 	$(BIN)/python benchmarks/allreduce.py
 
 lint: $(TEST_READY)
