@@ -442,7 +442,7 @@ def run_wrong_arguments(comm: epcomm.Communicator) -> None:
         (torch.ones(7, 29, dtype=torch.bfloat16), OPTIONS[0], CapacityError, ("`x`", "at most 32", "got 33")),
         (good, "float8", ConfigError, ("`quantize`", "None or an epcomm.Float8, MXFP8 or NVFP4, got str")),
         (good, [OPTIONS[0]], ConfigError, ("`quantize`", "list")),
-        (good, Float8, ConfigError, ("`quantize`", "type")),
+        (good, Float8, ConfigError, ("`quantize`", "the class Float8")),
     ):
         def call(x: Any = x, quantize: Any = quantize) -> None:
             mine = (x, quantize) if comm.rank == 1 else (good, OPTIONS[0])

@@ -101,10 +101,8 @@ def check_weights(where: str, weights: Any, device: torch.device, num_tokens: in
 def check_quantizer(where: str, quantize: Any) -> None:
     """One of the formats."""
     if not isinstance(quantize, Quantizer):
-        raise ConfigError(
-            f"{where}: argument `quantize`: wanted None or an epcomm.Float8, MXFP8 or NVFP4, got "
-            f"{type(quantize).__name__}"
-        )
+        got = f"the class {quantize.__name__}" if isinstance(quantize, type) else type(quantize).__name__
+        raise ConfigError(f"{where}: argument `quantize`: wanted None or an epcomm.Float8, MXFP8 or NVFP4, got {got}")
 
 
 def check_quantized_combine(where: str, y: Any, quantize: Any, bias: Any) -> None:

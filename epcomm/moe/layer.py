@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,6 @@ from torch import nn
 from epcomm.errors import ConfigError
 from epcomm.moe.checks import describe
 from epcomm.moe.experts import Activation, Experts, grouped_mm_works
-from epcomm.moe.placement import Placement
 from epcomm.moe.received import Received
 from epcomm.moe.replicas import copy_replicas
 from epcomm.moe.router import Router, check_sizes, settings_of
@@ -41,9 +40,9 @@ class MoELayer(nn.Module):
         shared_intermediate: of the expert that every token goes to; 0: there is none. It has no bias.
         shared_gate: the shared expert's output is multiplied by ``sigmoid(shared_gate(x))``, as in Qwen's models.
         weights_on_input: the routing weight multiplies the expert's input instead of its output, as in Llama 4; topk=1.
-        mode, layout, alignment, placement, max_recv_rows, blocks, nodes: see `Communicator.expert_parallel`. The layout
-            is contiguous or padded. Latency mode is for decoding.
         device: of the weights: "meta" for weights that come later; default: the communicator's.
+        handle: further arguments of `Communicator.expert_parallel`: mode (latency is for decoding), layout (contiguous
+            or padded), placement, wire, nodes, ...
 
     Attributes: ``ep`` (the handle), ``router``, ``experts``, ``shared_expert`` and ``shared_gate`` (or None).
 
@@ -68,20 +67,14 @@ class MoELayer(nn.Module):
         shared_intermediate: int = 0,
         shared_gate: bool = False,
         weights_on_input: bool = False,
-        mode: str = "throughput",
-        layout: str | None = None,
-        alignment: int = 1,
-        placement: Placement | Sequence[int] | None = None,
-        max_recv_rows: int | None = None,
-        blocks: int = 3,
-        nodes: Sequence[int] | None = None,
         device: Any = None,
+        **handle: Any,
     ):
         super().__init__()
         self._comm, self.hidden, self.dtype, self.weights_on_input = comm, hidden, dtype, weights_on_input
         made: dict[str, Any] = dict(dtype=dtype, device=comm.device if device is None else torch.device(device))
         with _peers_learn(comm):
-            _check(intermediate, topk, layout, shared_intermediate, shared_gate, weights_on_input)
+            _check(intermediate, topk, handle.get("layout"), shared_intermediate, shared_gate, weights_on_input)
             grouped_mm_works(dtype, comm.device)  # where weights will be that come later
             settings = settings_of(router)
             router_dtype = torch.promote_types(dtype, torch.float32) if settings.get("float32_logits") else dtype
@@ -91,20 +84,8 @@ class MoELayer(nn.Module):
                 self.shared_expert = Experts(1, hidden, shared_intermediate, activation=activation, **made)
             if shared_gate:
                 self.shared_gate = nn.Linear(hidden, 1, bias=False, **made)
-        self.ep = comm.expert_parallel(
-            num_experts=num_experts,
-            topk=topk,
-            hidden=hidden,
-            max_tokens=max_tokens,
-            dtype=dtype,
-            mode=mode,
-            layout=layout,
-            alignment=alignment,
-            placement=placement,
-            max_recv_rows=max_recv_rows,
-            blocks=blocks,
-            nodes=nodes,
-        )
+        sizes: dict[str, Any] = dict(num_experts=num_experts, topk=topk, hidden=hidden, max_tokens=max_tokens)
+        self.ep = comm.expert_parallel(**sizes, dtype=dtype, **handle)
         num_local = len(self.ep.local_expert_ids)
         with _peers_learn(comm):
             self.experts = Experts(num_local, hidden, intermediate, activation=activation, bias=expert_bias, **made)

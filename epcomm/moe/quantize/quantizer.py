@@ -6,13 +6,15 @@ Each is defined in torch by ``quantized``, bit by bit. ``kernels/cpu/quantize_ro
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 
 #: what can be quantised
 X_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-class Quantizer:
+class Quantizer(ABC):
     """A format for rows that travel: codes, and a scale for each `block` columns of a row.
 
     Subclasses are frozen dataclasses. Their ``repr`` is part of what ranks compare before they exchange rows, so it
@@ -22,22 +24,22 @@ class Quantizer:
     block: int
 
     @property
+    @abstractmethod
     def form(self) -> str:
         """Names the kernels that quantise rows so: `quantize_row(dtype, form)`."""
-        raise NotImplementedError
 
     @property
     def kernel_argument(self) -> int:
         """What those kernels take besides the row."""
         return 0
 
+    @abstractmethod
     def result_like(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Tensors without memory, of the dtypes and shapes of what `quantized` makes of x."""
-        raise NotImplementedError
 
+    @abstractmethod
     def quantized(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(codes, scales) of x [num_tokens, hidden] of bfloat16, float16 or float32, both contiguous."""
-        raise NotImplementedError
 
     def delivered(self, scales: torch.Tensor) -> torch.Tensor:
         """The scales that a dispatch delivered, [..., rows, width], as its caller wants them."""
@@ -72,17 +74,17 @@ class Quantizer:
         """
         return self._bound(x.double().abs(), per_column(self._factors(scales).double(), self.block, x.shape[-1]))
 
+    @abstractmethod
     def _numbers(self, rows: torch.Tensor) -> torch.Tensor:
         """float32 numbers of codes, [..., columns]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _factors(self, scales: torch.Tensor) -> torch.Tensor:
         """What each block's numbers are multiplied by: float32 [..., at least as many as there are blocks]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _bound(self, magnitudes: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         """`error_bound` of numbers of these magnitudes in blocks with these factors, both float64."""
-        raise NotImplementedError
 
 
 def num_blocks(hidden: int, block: int) -> int:
