@@ -84,10 +84,12 @@ def check_step(ep: Any, step: Step, use: str, agreed: bool) -> None:
     if use == "dispatch" and received.ep.config.layout == "padded":
         return  # there the caller doesn't get them
     y = experts(received, own)
+    y.retain_grad()
     out = ep.combine(y, received, weights if use == "combine" else None)
     assert torch.equal(out.double(), wanted.out[rank]), f"{step}: out"
     (out.double() * grad_of(step, rank, out.shape)).sum().backward()
     assert torch.equal(x.grad.double(), wanted.x[rank].grad), f"{step}: x\n{x.grad}\n{wanted.x[rank].grad}"
+    assert y.grad[~received.is_real].eq(0).all(), f"{step}: padding"
     if own.numel():
         assert torch.equal(own.grad.double(), wanted.scale.grad[ep.local_expert_ids]), f"{step}: experts"
     if weights is not None:
