@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,17 @@ def describe(tensor: Any) -> str:
     if isinstance(tensor, torch.Tensor):
         return f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
     return type(tensor).__name__
+
+
+def check_integer(where: str, name: str, value: Any, least: int) -> int:
+    """An integer of any type, numpy's included, that is >= `least`."""
+    try:
+        integer = operator.index(value)
+    except TypeError:
+        integer = least - 1
+    if integer < least:
+        raise ConfigError(f"{where}: argument `{name}`: wanted an integer >= {least}, got {value!r}")
+    return integer
 
 
 def as_tuple(where: str, name: str, value: Any) -> tuple[torch.Tensor, ...]:

@@ -12,6 +12,7 @@ import torch
 
 from epcomm.errors import ConfigError
 from epcomm.kernels.protocol import expert_parallel as protocol
+from epcomm.moe.checks import check_integer
 from epcomm.moe.placement import Placement
 from epcomm.moe.wire import cheaper_wire
 
@@ -187,17 +188,6 @@ def _placed(where: str, placement: Any, num_experts: int, size: int) -> tuple[tu
     return owner, None
 
 
-def _integer(where: str, name: str, value: Any, least: int) -> int:
-    """An integer of any type, numpy's included, that is >= `least`."""
-    try:
-        integer = operator.index(value)
-    except TypeError:
-        integer = least - 1
-    if integer < least:
-        raise ConfigError(f"{where}: argument `{name}`: wanted an integer >= {least}, got {value!r}")
-    return integer
-
-
 def make_config(
     where: str,
     size: int,
@@ -222,15 +212,15 @@ def make_config(
     link_speed: float,
 ) -> Config:
     """Validates; raises `ConfigError` naming argument, wanted and got."""
-    num_experts = _integer(where, "num_experts", num_experts, 1)
-    topk = _integer(where, "topk", topk, 1)
-    hidden = _integer(where, "hidden", hidden, 1)
-    max_tokens = _integer(where, "max_tokens", max_tokens, 0)
-    alignment = _integer(where, "alignment", alignment, 1)
-    blocks = _integer(where, "blocks", blocks, 1)
-    graph_blocks = _integer(where, "graph_blocks", graph_blocks, 1)
+    num_experts = check_integer(where, "num_experts", num_experts, 1)
+    topk = check_integer(where, "topk", topk, 1)
+    hidden = check_integer(where, "hidden", hidden, 1)
+    max_tokens = check_integer(where, "max_tokens", max_tokens, 0)
+    alignment = check_integer(where, "alignment", alignment, 1)
+    blocks = check_integer(where, "blocks", blocks, 1)
+    graph_blocks = check_integer(where, "graph_blocks", graph_blocks, 1)
     if max_recv_rows is not None:
-        max_recv_rows = _integer(where, "max_recv_rows", max_recv_rows, 1)
+        max_recv_rows = check_integer(where, "max_recv_rows", max_recv_rows, 1)
     if topk > num_experts:
         raise ConfigError(f"{where}: argument `topk`: wanted at most num_experts={num_experts}, got {topk}")
     if blocks + graph_blocks > _MAX_BLOCKS:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from epcomm.errors import ConfigError
-from epcomm.moe.checks import INDEX_DTYPES, describe
+from epcomm.moe.checks import INDEX_DTYPES, check_integer, describe
 
 _LONGEST_TEXT = 120  # characters of experts in `Placement.text`; more are hashed
 _GOLDEN = 2654435769  # 2**32 / golden ratio, whose multiples modulo 2**32 are spread about as evenly as any number's
@@ -30,16 +30,6 @@ _MASK = (1 << 32) - 1
 
 def _wrong(where: str, name: str, wanted: str, got: Any) -> ConfigError:
     return ConfigError(f"{where}: argument `{name}`: wanted {wanted}, got {got}")
-
-
-def _integer(where: str, name: str, value: Any, least: int) -> int:
-    try:
-        integer = operator.index(value)
-    except TypeError:
-        integer = least - 1
-    if integer < least:
-        raise _wrong(where, name, f"an integer >= {least}", repr(value))
-    return integer
 
 
 @dataclass(frozen=True)
@@ -73,7 +63,7 @@ class Placement:
     @staticmethod
     def from_owner(owner: Sequence[int], size: int) -> Placement:
         """Without replicas: `owner[expert]` is its rank. A rank's experts are in ascending order."""
-        size = _integer("Placement.from_owner", "size", size, 1)
+        size = check_integer("Placement.from_owner", "size", size, 1)
         wanted = f"for each expert a rank from 0 to {size - 1}"
         try:
             ranks = list(map(operator.index, owner))
@@ -86,8 +76,8 @@ class Placement:
     @staticmethod
     def even(num_experts: int, size: int) -> Placement:
         """Without replicas: contiguous blocks whose sizes differ by at most 1, the larger ones first."""
-        num_experts = _integer("Placement.even", "num_experts", num_experts, 1)
-        each, more = divmod(num_experts, _integer("Placement.even", "size", size, 1))
+        num_experts = check_integer("Placement.even", "num_experts", num_experts, 1)
+        each, more = divmod(num_experts, check_integer("Placement.even", "size", size, 1))
         starts = [rank * each + min(rank, more) for rank in range(size + 1)]
         return Placement(tuple(tuple(range(*bounds)) for bounds in itertools.pairwise(starts)))
 
@@ -149,7 +139,7 @@ class Placement:
         where = "Placement.to_physical"
         if not isinstance(topk_idx, torch.Tensor) or topk_idx.dim() != 2 or topk_idx.dtype not in INDEX_DTYPES:
             raise _wrong(where, "topk_idx", "int32 or int64 [num_tokens, topk]", describe(topk_idx))
-        start = _integer(where, "offset", offset, 0) * _GOLDEN & _MASK
+        start = check_integer(where, "offset", offset, 0) * _GOLDEN & _MASK
         if self.is_identity:
             return topk_idx
         counts, table, _ = self._tables(topk_idx.device)
@@ -272,10 +262,10 @@ def rebalance(
     load_of: list[float] = tensor.to("cpu", torch.float64).tolist()
     if not (all(load >= 0 for load in load_of) and sum(load_of) < math.inf):
         raise _wrong("rebalance", "loads", wanted, load_of)
-    num_experts, num_ranks = len(load_of), _integer("rebalance", "num_ranks", num_ranks, 1)
-    num_nodes = _integer("rebalance", "num_nodes", num_nodes, 1)
-    num_groups = _integer("rebalance", "num_groups", num_groups, 1)
-    num_physical = num_experts if num_physical is None else _integer("rebalance", "num_physical", num_physical, 1)
+    num_experts, num_ranks = len(load_of), check_integer("rebalance", "num_ranks", num_ranks, 1)
+    num_nodes = check_integer("rebalance", "num_nodes", num_nodes, 1)
+    num_groups = check_integer("rebalance", "num_groups", num_groups, 1)
+    num_physical = num_experts if num_physical is None else check_integer("rebalance", "num_physical", num_physical, 1)
     if not num_experts <= num_physical <= num_experts * num_ranks:
         wanted = f"from num_experts={num_experts} to {num_experts * num_ranks}, one per expert and rank"
         raise _wrong("rebalance", "num_physical", wanted, num_physical)
@@ -313,7 +303,7 @@ class Load:
         if not isinstance(decay, (int, float)) or not 0 < decay <= 1:
             raise _wrong("Load", "decay", "a number > 0 and <= 1", repr(decay))
         self.decay = float(decay)
-        num_experts = _integer("Load", "num_experts", num_experts, 1)
+        num_experts = check_integer("Load", "num_experts", num_experts, 1)
         with torch.inference_mode(False):  # or they could be changed in that mode only
             self.total = torch.zeros(num_experts, dtype=torch.int64, device=device)
             self._weighted = self.total.double()

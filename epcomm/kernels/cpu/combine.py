@@ -20,27 +20,13 @@ from epcomm.device import control
 from epcomm.device.cpu.compile import device, kernel
 from epcomm.device.cpu.function import call5
 from epcomm.device.cpu.memory import copy, load32, word
-from epcomm.device.cpu.waiting import signal, wait
 from epcomm.kernels.cpu.combine_receive import sum_rows
-from epcomm.kernels.cpu.counts import base_of, signal_word
+from epcomm.kernels.cpu.counts import base_of, raise_everywhere, wait_for_everyone
 from epcomm.kernels.cpu.partial_sums import share_weights, sum_on_this_rank
 from epcomm.kernels.cpu.phases import announce, arrive, follow
 from epcomm.kernels.cpu.slots import scales_of
 from epcomm.kernels.protocol import expert_parallel as protocol
 from epcomm.kernels.protocol import sites
-
-
-@device
-def _await_readers(ctx, state, read):
-    """Waits until every peer has read combine `read`."""
-    me, size = word(ctx, control.RANK), word(ctx, control.SIZE)
-    for distance in range(size):
-        rank = (me + distance) % size
-        done = signal_word(ctx, state, protocol.DONE, me, rank)
-        status = wait(ctx, done, read, rank, sites.COMBINE_READ)  # WAR
-        if status != control.OK:
-            return status
-    return control.OK
 
 
 @device
@@ -85,7 +71,8 @@ def _stage_rows(args, block, start, num_rows, program, num_programs):
 def _fill_block(ctx, args, state, epoch, program, num_programs):
     """Phase 2, for what the experts left elsewhere."""
     if program == 0:
-        status = _await_readers(ctx, state, word(args, protocol.STAGE_AFTER))
+        read = word(args, protocol.STAGE_AFTER)
+        status = wait_for_everyone(ctx, state, protocol.DONE, read, sites.COMBINE_READ)  # WAR
         announce(state, protocol.COMBINE_PHASE, epoch, status)
     else:
         status = follow(ctx, state, protocol.COMBINE_PHASE, epoch, sites.COMBINE_READ)
@@ -102,7 +89,6 @@ def _fill_block(ctx, args, state, epoch, program, num_programs):
 @kernel("combine")
 def combine(ctx, args, program, num_programs):
     state = word(args, protocol.STATE)
-    me, size = word(ctx, control.RANK), word(ctx, control.SIZE)
     epoch = word(state, protocol.COMBINE_EPOCH) + 1
     if word(args, protocol.BY_RANK) and word(args, protocol.HAS_WEIGHTS):
         share_weights(ctx, args, state, epoch, program, num_programs)
@@ -111,11 +97,8 @@ def combine(ctx, args, program, num_programs):
         if status != control.OK:
             return status
     if arrive(state, num_programs):
-        kind = protocol.READY + (epoch & 1)
-        for distance in range(size):
-            rank = (me + distance) % size
-            ready = signal_word(ctx, state, kind, rank, me)
-            signal(ready, epoch << protocol.PAYLOAD_BITS | word(args, protocol.BLOCK))
+        value = epoch << protocol.PAYLOAD_BITS | word(args, protocol.BLOCK)
+        raise_everywhere(ctx, state, protocol.READY + (epoch & 1), value)
     if word(args, protocol.SEND_ONLY):
         return control.OK
     return sum_rows(ctx, args, epoch, program, num_programs)

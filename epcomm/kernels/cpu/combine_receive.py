@@ -14,8 +14,7 @@ from epcomm.device import control
 from epcomm.device.cpu.compile import device, kernel
 from epcomm.device.cpu.function import call6
 from epcomm.device.cpu.memory import fence, load32, load_acquire, load_float, set_word, store_float, word
-from epcomm.device.cpu.waiting import meet, signal
-from epcomm.kernels.cpu.counts import base_of, signal_word
+from epcomm.kernels.cpu.counts import base_of, meet_everyone, raise_everywhere, signal_word
 from epcomm.kernels.cpu.phases import arrive
 from epcomm.kernels.cpu.slots import is_dropped
 from epcomm.kernels.protocol import expert_parallel as protocol
@@ -186,23 +185,17 @@ def _combine_tokens(ctx, args, state, epoch, first, last, record, record_bytes):
 def sum_rows(ctx, args, epoch, program, num_programs):
     """This program's part in the receiving half of combine `epoch`."""
     state, routing = word(args, protocol.STATE), word(args, protocol.ROUTING)
-    me, size = word(ctx, control.RANK), word(ctx, control.SIZE)
-    kind = protocol.READY + (epoch & 1)
-    for distance in range(size):  # its own too: another of this rank's programs may still be staging
-        rank = (me + distance) % size
-        ready = signal_word(ctx, state, kind, me, rank)
-        status = meet(ctx, ready, epoch << protocol.PAYLOAD_BITS, rank, sites.COMBINE_READY)  # RAW
-        if status != control.OK:
-            return status
+    kind, value = protocol.READY + (epoch & 1), epoch << protocol.PAYLOAD_BITS
+    status = meet_everyone(ctx, state, kind, value, sites.COMBINE_READY)  # RAW
+    if status != control.OK:
+        return status
     num_tokens, scratch_bytes = word(routing, protocol.NUM_TOKENS), word(state, protocol.SCRATCH_BYTES)
     first, last = num_tokens * program // num_programs, num_tokens * (program + 1) // num_programs
     scratch, record_bytes = word(state, protocol.SCRATCH) + program * scratch_bytes, scratch_bytes // 2
     _combine_tokens(ctx, args, state, epoch, first, last, scratch, record_bytes)
     if arrive(state, num_programs):
         set_word(state, protocol.COMBINE_EPOCH, epoch)
-        for distance in range(size):
-            rank = (me + distance) % size
-            signal(signal_word(ctx, state, protocol.DONE, rank, me), epoch)
+        raise_everywhere(ctx, state, protocol.DONE, epoch)
     return control.OK
 
 

@@ -11,7 +11,7 @@ from epcomm.device import control
 from epcomm.device.control import LINE
 from epcomm.device.cpu.compile import device, kernel
 from epcomm.device.cpu.memory import copy_bytes, load32, load_acquire, set_word, store32, word
-from epcomm.device.cpu.waiting import meet, signal
+from epcomm.device.cpu.waiting import meet, signal, wait
 from epcomm.kernels.protocol import expert_parallel as protocol
 from epcomm.kernels.protocol import sites
 
@@ -26,6 +26,39 @@ def base_of(state, rank):
 def signal_word(ctx, state, kind, at, source):
     """Address, at rank `at`, of the word of `kind` that `source` raises."""
     return base_of(state, at) + (kind * word(ctx, control.SIZE) + source) * LINE
+
+
+@device
+def wait_for_everyone(ctx, state, kind, value, site):
+    """Waits until every rank has raised its word of `kind` here; this one, too: another of its programs may do it."""
+    me, size = word(ctx, control.RANK), word(ctx, control.SIZE)
+    for distance in range(size):
+        rank = (me + distance) % size
+        status = wait(ctx, signal_word(ctx, state, kind, me, rank), value, rank, site)
+        if status != control.OK:
+            return status
+    return control.OK
+
+
+@device
+def meet_everyone(ctx, state, kind, value, site):
+    """`wait_for_everyone`, and fails if a rank is in another operation."""
+    me, size = word(ctx, control.RANK), word(ctx, control.SIZE)
+    for distance in range(size):
+        rank = (me + distance) % size
+        status = meet(ctx, signal_word(ctx, state, kind, me, rank), value, rank, site)
+        if status != control.OK:
+            return status
+    return control.OK
+
+
+@device
+def raise_everywhere(ctx, state, kind, value):
+    """Raises this rank's word of `kind` at every rank."""
+    me, size = word(ctx, control.RANK), word(ctx, control.SIZE)
+    for distance in range(size):
+        rank = (me + distance) % size
+        signal(signal_word(ctx, state, kind, rank, me), value)
 
 
 @device

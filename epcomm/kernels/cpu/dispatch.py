@@ -32,7 +32,7 @@ from epcomm.device.cpu.memory import (
     word,
 )
 from epcomm.device.cpu.waiting import meet, signal
-from epcomm.kernels.cpu.counts import base_of, place_rows, push_counts, signal_word
+from epcomm.kernels.cpu.counts import base_of, place_rows, push_counts, raise_everywhere, signal_word
 from epcomm.kernels.cpu.dispatch_receive import receive_rows
 from epcomm.kernels.cpu.phases import announce, arrive, follow
 from epcomm.kernels.cpu.slots import is_dropped, slot_weight
@@ -256,7 +256,6 @@ def _send_per_rank(ctx, args, state, epoch, program, first, last, streaming):
 def dispatch(ctx, args, program, num_programs):
     """Returns CAPACITY on all ranks, before any row is sent, if some rank's rows are too many."""
     state, routing = word(args, protocol.STATE), word(args, protocol.ROUTING)
-    me, size = word(ctx, control.RANK), word(ctx, control.SIZE)
     epoch = word(state, protocol.DISPATCH_EPOCH) + 1
     if program == 0:
         status = _meet_peers(ctx, args, state, routing, epoch)
@@ -279,9 +278,7 @@ def dispatch(ctx, args, program, num_programs):
         fence()
     if arrive(state, num_programs):
         set_word(state, protocol.DISPATCH_EPOCH, epoch)
-        for distance in range(size):
-            rank = (me + distance) % size
-            signal(signal_word(ctx, state, protocol.ROWS, rank, me), epoch)
+        raise_everywhere(ctx, state, protocol.ROWS, epoch)
     if word(args, protocol.SEND_ONLY):
         return control.OK
     return receive_rows(ctx, args, epoch, program, num_programs)

@@ -14,8 +14,7 @@ from __future__ import annotations
 from epcomm.device import control
 from epcomm.device.cpu.compile import device, kernel
 from epcomm.device.cpu.memory import copy, copy_streaming, fence, fill_with_ones, load32, store32, word, zero_bytes
-from epcomm.device.cpu.waiting import wait
-from epcomm.kernels.cpu.counts import base_of, signal_word
+from epcomm.kernels.cpu.counts import base_of, wait_for_everyone
 from epcomm.kernels.protocol import expert_parallel as protocol
 from epcomm.kernels.protocol import sites
 
@@ -72,28 +71,11 @@ def _mark_tail(ctx, args, state, routing):
 
 
 @device
-def _await_rows(ctx, state, epoch):
-    me, size = word(ctx, control.RANK), word(ctx, control.SIZE)
-    for distance in range(size):  # its own too: another of this rank's programs may still be sending
-        rank = (me + distance) % size
-        status = wait(ctx, signal_word(ctx, state, protocol.ROWS, me, rank), epoch, rank, sites.DISPATCH_ROWS)  # RAW
-        if status != control.OK:
-            return status
-    return control.OK
-
-
-@device
 def _await_readers(ctx, state):
-    me, size, combined = word(ctx, control.RANK), word(ctx, control.SIZE), word(state, protocol.COMBINE_EPOCH)
+    combined = word(state, protocol.COMBINE_EPOCH)
     if combined == word(ctx, control.GENERATION) << control.GENERATION_SHIFT:
         combined = 0  # there was no combine in this generation
-    for distance in range(size):
-        rank = (me + distance) % size
-        done = signal_word(ctx, state, protocol.DONE, me, rank)
-        status = wait(ctx, done, combined, rank, sites.DISPATCH_READ)  # WAR
-        if status != control.OK:
-            return status
-    return control.OK
+    return wait_for_everyone(ctx, state, protocol.DONE, combined, sites.DISPATCH_READ)  # WAR
 
 
 @device
@@ -142,7 +124,7 @@ def receive_rows(ctx, args, epoch, program, num_programs):
             _mark_tail(ctx, args, state, routing)
     elif not is_expanded:
         return control.OK
-    status = _await_rows(ctx, state, epoch)
+    status = wait_for_everyone(ctx, state, protocol.ROWS, epoch, sites.DISPATCH_ROWS)  # RAW
     if status == control.OK and is_expanded:
         _expand(ctx, args, state, routing, program, num_programs)
     if status == control.OK and program == 0:

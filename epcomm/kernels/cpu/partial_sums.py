@@ -10,8 +10,7 @@ from epcomm.device import control
 from epcomm.device.cpu.compile import device
 from epcomm.device.cpu.function import call5, call6
 from epcomm.device.cpu.memory import load32, load_float, set_word, store_float, word
-from epcomm.device.cpu.waiting import meet, signal
-from epcomm.kernels.cpu.counts import base_of, signal_word
+from epcomm.kernels.cpu.counts import base_of, meet_everyone, raise_everywhere
 from epcomm.kernels.cpu.phases import arrive
 from epcomm.kernels.cpu.slots import scales_of, slot_weight
 from epcomm.kernels.protocol import expert_parallel as protocol
@@ -22,7 +21,7 @@ from epcomm.kernels.protocol import sites
 def share_weights(ctx, args, state, epoch, program, num_programs):
     """Pushes the weights of this program's tokens to the ranks that have their rows."""
     routing, weights = word(args, protocol.ROUTING), word(args, protocol.WEIGHTS)
-    me, size, topk = word(ctx, control.RANK), word(ctx, control.SIZE), word(routing, protocol.TOPK)
+    size, topk = word(ctx, control.SIZE), word(routing, protocol.TOPK)
     base = word(routing, protocol.BASE) + 4 * word(state, protocol.NUM_EXPERTS)
     num_tokens = word(routing, protocol.NUM_TOKENS)
     for token in range(num_tokens * program // num_programs, num_tokens * (program + 1) // num_programs):
@@ -35,21 +34,7 @@ def share_weights(ctx, args, state, epoch, program, num_programs):
                 for slot in range(topk):  # those of other ranks' experts aren't read
                     store_float(factors + 4 * slot, slot_weight(routing, weights, token, slot, topk))
     if arrive(state, num_programs):
-        for distance in range(size):
-            rank = (me + distance) % size
-            signal(signal_word(ctx, state, protocol.WEIGHTED, rank, me), epoch)
-
-
-@device
-def _await_weights(ctx, state, epoch):
-    me, size = word(ctx, control.RANK), word(ctx, control.SIZE)
-    for distance in range(size):  # its own too: another of this rank's programs may still be pushing
-        rank = (me + distance) % size
-        weighted = signal_word(ctx, state, protocol.WEIGHTED, me, rank)
-        status = meet(ctx, weighted, epoch, rank, sites.COMBINE_WEIGHTED)  # RAW
-        if status != control.OK:
-            return status
-    return control.OK
+        raise_everywhere(ctx, state, protocol.WEIGHTED, epoch)
 
 
 @device
@@ -58,7 +43,7 @@ def sum_on_this_rank(ctx, args, state, block, epoch, program, num_programs):
     routing = word(args, protocol.ROUTING)
     weighted = word(args, protocol.HAS_WEIGHTS)
     if weighted:
-        status = _await_weights(ctx, state, epoch)
+        status = meet_everyone(ctx, state, protocol.WEIGHTED, epoch, sites.COMBINE_WEIGHTED)  # RAW
         if status != control.OK:
             return status
     topk, num_arrived = word(routing, protocol.TOPK), word(routing, protocol.NUM_ARRIVED)
