@@ -85,7 +85,8 @@ class OperationTexts:
             return self._write_record(text, is_message)
 
     def _write_record(self, text: str, is_message: bool) -> int:
-        fingerprint = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1 | 1
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        fingerprint = int.from_bytes(digest, "little") & control.FINGERPRINT_MASK | 1
         index = self._next[is_message]
         first, end = (0, _MESSAGES) if is_message else (_MESSAGES, control.NUM_TEXTS)
         self._next[is_message] = index + 1 if index + 1 < end else first

@@ -125,7 +125,7 @@ class OneRank:
         state, routing = self.state.array, self.routing.array
         state[protocol.LAYOUT] = protocol.PADDED
         state[protocol.NUM_EXPERTS] = 1
-        state[protocol.BASES] = self.bases.ctypes.data
+        state[protocol.WINDOW] = self.bases.ctypes.data
         state[protocol.OWNER] = self.owner.ctypes.data
         state[protocol.NUM_BLOCKS] = state[protocol.NUM_OUTPUTS] = 1
         state[protocol.BLOCKS] = state[protocol.OUTPUTS] = ROW_BYTES

@@ -32,8 +32,16 @@ IS_OCCUPIED = 14  # 1 while a thread is in an operation
 # what the last failed wait was waiting for
 FAILED_PEER, FAILED_SITE, FAILED_WANTED, FAILED_FOUND = 10, 11, 12, 13
 TICKET, LEFT = 15, 16  # programs of a GPU launch that began and that ended so far, in order
-PEERS = 17  # base addresses, by rank, of the segments that hold the collectives' regions; then of the control regions
-CONTEXT_WORDS = PEERS
+NETWORK = 17  # what kernels need to reach ranks that load and store don't reach: see device.*.network; else 0
+PEERS = 18  # the window of the collectives' segment, see below; then base addresses, by rank, of the control regions
+CONTEXT_WORDS = PEERS  # and those
+
+# ---- window (words): a symmetric segment as kernels address it. First base addresses by rank, 0 where load and store
+# don't reach; then what a network needs to put bytes into that rank's copy
+WINDOW_HANDLE = 0  # what the network calls the segment
+WINDOW_RAISED = 1  # address of [size, lines] words that this rank has raised, for networks that can only add; else 0
+WINDOW_LINES = 2  # words per rank in it: all signal words are in the first lines of a segment, one in each
+WINDOW_WORDS = 3
 
 # ---- control region (byte offsets). One word per 128 bytes: adjacent lines are fetched together.
 LINE = 128
@@ -46,8 +54,11 @@ TEXTS = 4096  # ring of (fingerprint, length, UTF-8): the readable text of this 
 TEXT_BYTES = 512
 NUM_TEXTS = 1024
 HEADERS = TEXTS + TEXT_BYTES * NUM_TEXTS  # per peer, written by it: what it is calling
-HEADER_RING = 8  # entries of (sequence, fingerprint) per peer; ranks run ahead by at most two operations
-HEADER_BYTES = 16 * HEADER_RING
+HEADER_RING = 8  # words per peer, a line each; ranks run ahead by at most two operations
+HEADER_BYTES = LINE * HEADER_RING
+# a header: the low bits of the generation and of the number of operations, then those of the fingerprint
+FINGERPRINT_BITS, COUNT_BITS, GENERATION_BITS = 44, 12, 7
+FINGERPRINT_MASK = (1 << FINGERPRINT_BITS) - 1
 
 GENERATION_SHIFT = 40  # sequence numbers and epochs are generation << 40 | count, so that a reset outdates all words
 

@@ -102,9 +102,13 @@ class Mapping:
 class SymmetricSegment:
     """One segment of a heap: every rank's mapping of every rank's memory. ``bases`` holds the addresses, by rank.
 
+    ``network`` is what a network needs to put bytes into it: the last words of its window, see `device.control`.
+
     Collective to make: `allgather` sends a payload and file descriptors to all ranks and returns everyone's, by rank.
     `prefault` lists ranges (offset, bytes) whose pages are taken in advance.
     """
+
+    network = (0, 0, 0)
 
     def __init__(
         self,

@@ -61,6 +61,7 @@ class CudaSegment:
     """
 
     multicast = 0  # see `cuda_symmetric`
+    network = (0, 0, 0)  # ranks that load and store don't reach are an error
 
     def __init__(self, num_bytes: int, device: torch.device, exchange: Callable[[bytes], list[bytes]]):
         memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)

@@ -29,6 +29,8 @@ Exchange = Callable[[bytes], list[bytes]]
 class SymmetricCudaSegment:
     """Like `CudaSegment`; ``multicast`` is the address of all ranks' parts at once, 0 if there is none."""
 
+    network = (0, 0, 0)
+
     def __init__(self, num_bytes: int, device: torch.device, group_name: str):
         from torch._C._distributed_c10d import _SymmetricMemory
 

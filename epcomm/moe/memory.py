@@ -55,7 +55,7 @@ class Memory:
         self.graph_outputs = BlockPool(own, outputs, output_bytes, of_graphs, num_lent=config.graph_blocks)
         experts = config.most_physical
         self._tables = [self._target.private(4 * length) for length in (experts, experts, experts, size + 1)]
-        self._bases = self._private_copy(self.segment.bases)
+        self._window = self._private_copy(np.array([*self.segment.bases, *self.segment.network], dtype=np.int64))
         self._marks = self._target.private(4 * (2 * experts + size))
         most_sources = max(config.topk, size) + 1
         # rows that are quantised lie there on CPUs; GPUs have them in registers
@@ -72,7 +72,7 @@ class Memory:
             (protocol.LAYOUT, layout_code),
             (protocol.ALIGNMENT, config.alignment),
             (protocol.ROW_LIMIT, self.row_limit),
-            (protocol.BASES, self._bases.address),
+            (protocol.WINDOW, self._window.address),
             (protocol.COUNT_TABLE, table),
             (protocol.BLOCKS, blocks),
             (protocol.BLOCK_BYTES, self.regions.size),

@@ -28,16 +28,9 @@ from epcomm.device.cpu.memory import (
     store_release,
     word,
 )
-from epcomm.device.cpu.waiting import (
-    aborted,
-    control_region,
-    pause,
-    push_header,
-    raise_abort,
-    semaphore_post,
-    semaphore_wait,
-    yield_core,
-)
+from epcomm.device.cpu.peers import aborted, control_region, raise_abort
+from epcomm.device.cpu.system import pause, semaphore_post, semaphore_wait, yield_core
+from epcomm.device.cpu.waiting import push_header
 
 # pool block (words): the launch in progress, then one record per thread
 _LAUNCH, _PROGRAM, _CTX, _ARGS, _NUM_THREADS, _DONE, _STATUS, _STOP = range(8)

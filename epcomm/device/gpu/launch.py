@@ -60,7 +60,7 @@ class _FailureWords:
 
     def __init__(self, context: np.ndarray):
         size, rank = int(context[control.SIZE]), int(context[control.RANK])
-        region = int(context[control.PEERS + size + rank])
+        region = int(context[control.PEERS + size + control.WINDOW_WORDS + rank])
         self._context = context
         self._words = (ctypes.c_int64 * control.FAILURE_WORDS).from_address(region + control.FAILURE)
         self._abort = ctypes.c_int64.from_address(region + control.ABORT_WORD)

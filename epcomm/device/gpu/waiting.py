@@ -28,7 +28,7 @@ def peer(ctx, rank):
 @device
 def control_region(ctx, rank):
     """Base address of `rank`'s control region, which is the host's memory: far from a GPU."""
-    return word(ctx, control.PEERS + word(ctx, control.SIZE) + rank)
+    return word(ctx, control.PEERS + word(ctx, control.SIZE) + control.WINDOW_WORDS + rank)
 
 
 @device
@@ -39,14 +39,22 @@ def aborted(ctx):
 
 
 @device
-def _push_header(ctx, sequence, fingerprint):
-    """Tells every peer which operation this rank is in: (sequence, fingerprint) into its ring of this rank."""
+def _header(ctx, fingerprint):
+    """(what this rank tells its peers: which operation, by number and fingerprint, it is in; which slot that is in)."""
+    sequence = word(ctx, control.SEQUENCE) + 1
+    generation = (sequence >> control.GENERATION_SHIFT) & ((1 << control.GENERATION_BITS) - 1)
+    number = (generation << control.COUNT_BITS) | (sequence & ((1 << control.COUNT_BITS) - 1))
+    return (number << control.FINGERPRINT_BITS) | fingerprint, (sequence % control.HEADER_RING) * control.LINE
+
+
+@device
+def _push_header(ctx, fingerprint):
+    """Tells every peer which operation this rank is in."""
     me = word(ctx, control.RANK)
-    slot = control.HEADERS + me * control.HEADER_BYTES + (sequence % control.HEADER_RING) * 16
+    header, slot = _header(ctx, fingerprint)
     for rank in range(word(ctx, control.SIZE)):
         if rank != me:
-            set_word(peer(ctx, rank) + slot, 1, fingerprint)
-            store_release(peer(ctx, rank) + slot, sequence)
+            store_release(peer(ctx, rank) + control.HEADERS + me * control.HEADER_BYTES + slot, header)
 
 
 @device
@@ -60,7 +68,7 @@ def enter(ctx, fingerprint):
     if program == 0:
         set_word(ctx, control.FINGERPRINT, fingerprint)
         if fingerprint != 0:
-            _push_header(ctx, word(ctx, control.SEQUENCE) + 1, fingerprint)
+            _push_header(ctx, fingerprint)
     return program, tl.cast(control.OK, tl.int64)
 
 
@@ -84,17 +92,14 @@ def leave(ctx, status):
 @device
 def _other_fingerprint(ctx, fingerprint, rank):
     """What `rank` is calling under this rank's sequence number, or 0 if that is the same operation or not known yet."""
-    sequence = word(ctx, control.SEQUENCE) + 1
-    own = peer(ctx, word(ctx, control.RANK))
-    slot = own + control.HEADERS + rank * control.HEADER_BYTES + (sequence % control.HEADER_RING) * 16
-    found = tl.cast(0, tl.int64)
+    other = tl.cast(0, tl.int64)
     if fingerprint != 0:
-        if load_acquire(slot) == sequence:
-            found = load_acquire(slot + 8)
-            # the peer may be overwriting the entry with a later operation: only an unchanged entry counts
-            if (found == fingerprint) | (load_acquire(slot) != sequence):
-                found = tl.cast(0, tl.int64)
-    return found
+        own, slot = _header(ctx, fingerprint)
+        headers = peer(ctx, word(ctx, control.RANK)) + control.HEADERS
+        found = load_acquire(headers + rank * control.HEADER_BYTES + slot)
+        if (found != own) & ((found >> control.FINGERPRINT_BITS) == (own >> control.FINGERPRINT_BITS)):
+            other = found & control.FINGERPRINT_MASK
+    return other
 
 
 @device
@@ -214,15 +219,13 @@ def _first_mismatch(ctx, fingerprint, size, RANKS: tl.constexpr):
 
     A fingerprint of 0 has no sequence number.
     """
-    sequence = word(ctx, control.SEQUENCE) + 1
-    slots = peer(ctx, word(ctx, control.RANK)) + control.HEADERS + (sequence % control.HEADER_RING) * 16
+    own, slot = _header(ctx, fingerprint)
+    headers = peer(ctx, word(ctx, control.RANK)) + control.HEADERS
     is_peer = (tl.arange(0, RANKS) < size) & (tl.arange(0, RANKS) != word(ctx, control.RANK))
-    is_told = is_peer & (_load_words(slots, control.HEADER_BYTES, size, RANKS) == sequence)
-    found = _load_words(slots + 8, control.HEADER_BYTES, size, RANKS)
-    # a peer may be overwriting its entry with a later operation: only unchanged entries count
-    is_told = is_told & (_load_words(slots, control.HEADER_BYTES, size, RANKS) == sequence)
-    rank = _first(is_told & (found != fingerprint) & (fingerprint != 0), RANKS)
-    return rank, _at(found, rank, RANKS)
+    found = _load_words(headers + slot, control.HEADER_BYTES, size, RANKS)
+    is_same = (found >> control.FINGERPRINT_BITS) == (own >> control.FINGERPRINT_BITS)
+    rank = _first(is_peer & is_same & (found != own) & (fingerprint != 0), RANKS)
+    return rank, _at(found & control.FINGERPRINT_MASK, rank, RANKS)
 
 
 @device

@@ -16,7 +16,8 @@ from epcomm.device.control import LINE
 from epcomm.device.cpu.compile import kernel
 from epcomm.device.cpu.function import call5
 from epcomm.device.cpu.memory import copy, copy_bytes, set_word, word
-from epcomm.device.cpu.waiting import meet, peer, signal
+from epcomm.device.cpu.peers import peer
+from epcomm.device.cpu.waiting import meet, signal
 from epcomm.kernels.protocol import collectives as protocol
 from epcomm.kernels.protocol import sites
 

@@ -9,7 +9,8 @@ from epcomm.device import control
 from epcomm.device.control import LINE
 from epcomm.device.cpu.compile import kernel
 from epcomm.device.cpu.memory import set_word, word
-from epcomm.device.cpu.waiting import meet, peer, signal_after_streaming
+from epcomm.device.cpu.peers import peer
+from epcomm.device.cpu.waiting import meet, signal_after_streaming
 from epcomm.kernels.protocol import collectives as protocol
 from epcomm.kernels.protocol import sites
 

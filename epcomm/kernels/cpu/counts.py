@@ -19,7 +19,7 @@ from epcomm.kernels.protocol import sites
 @device
 def base_of(state, rank):
     """Address of `rank`'s copy of the handle's segment."""
-    return word(word(state, protocol.BASES), rank)
+    return word(word(state, protocol.WINDOW), rank)
 
 
 @device

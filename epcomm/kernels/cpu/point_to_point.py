@@ -13,7 +13,8 @@ from __future__ import annotations
 from epcomm.device import control
 from epcomm.device.cpu.compile import device, kernel
 from epcomm.device.cpu.memory import copy, load64, set_word, store64, word
-from epcomm.device.cpu.waiting import peer, signal, stopped, wait
+from epcomm.device.cpu.peers import peer
+from epcomm.device.cpu.waiting import signal, stopped, wait
 from epcomm.kernels.protocol import collectives as protocol
 from epcomm.kernels.protocol import sites
 

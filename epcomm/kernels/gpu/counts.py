@@ -21,7 +21,7 @@ from epcomm.kernels.protocol import sites
 @device
 def base_of(state, rank):
     """Address of `rank`'s copy of the handle's segment."""
-    return word(word(state, protocol.BASES), rank)
+    return word(word(state, protocol.WINDOW), rank)
 
 
 @device
@@ -34,7 +34,7 @@ def signal_word(ctx, state, kind, at, source):
 def raise_everywhere(ctx, state, kind, value, RANKS: tl.constexpr):
     """Raises this rank's word of `kind` at every rank, after all that this program wrote."""
     offset = (kind * word(ctx, control.SIZE) + word(ctx, control.RANK)) * control.LINE
-    signal_everyone(word(state, protocol.BASES), offset, value, word(ctx, control.SIZE), RANKS)
+    signal_everyone(word(state, protocol.WINDOW), offset, value, word(ctx, control.SIZE), RANKS)
 
 
 @device

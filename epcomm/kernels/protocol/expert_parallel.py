@@ -33,7 +33,7 @@ PAYLOAD_MASK = (1 << PAYLOAD_BITS) - 1
 # ---- handle state block (words)
 NUM_EXPERTS, MAX_TOKENS, LAYOUT, ALIGNMENT = 0, 1, 2, 3
 ROW_LIMIT = 4  # rows that a rank may receive
-BASES = 5  # address of the table of the segment's bases, by rank
+WINDOW = 5  # address of the window of the handle's segment
 COUNT_TABLE = 6  # offset of [2, size, num_experts + size] int32 counts
 BLOCKS, BLOCK_BYTES = 7, 8  # receive blocks
 OUTPUTS, OUTPUT_BYTES = 9, 10  # output blocks
