@@ -139,7 +139,7 @@ class Hub:
     """All-gather of bytes and file descriptors between the ranks of one machine, through rank 0."""
 
     def __init__(self, rank: int, size: int, connections: list[socket.socket]):
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.nodes = rank, size, [0] * size
         self._connections = connections  # on rank 0: ranks 1, 2, ...; elsewhere: rank 0
         self.generation = 2  # twice the runtime's, odd in a reset: tells exchanges apart that a failure cut short
         self._early: dict[int, tuple[int, Message]] = {}  # from ranks that have reset already

@@ -7,7 +7,6 @@ written down, and words of a frame are raised after its bytes are in place.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import select
 import socket
@@ -197,7 +196,7 @@ class _Receiver:
         if not 0 < count <= _MOST_RECORDS:
             raise _Invalid(f"a frame of {count} records")
         table = np.empty((count, _ENTRY_WORDS), dtype=np.int64)
-        if not _fill(link, [memoryview(table).cast("B")]):
+        if not _fill(link, [memoryview(table.data).cast("B")]):
             return False
         entries = table.tolist()
         parts = {number: self._segments.part(number) for number in {entry[0] for entry in entries}}

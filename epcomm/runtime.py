@@ -42,7 +42,7 @@ class Runtime:
 
     def __init__(self, target: Target, hub: Hub, control_bytes: int, num_programs: int, timeout: float):
         self.target = target
-        self.hub, self.rank, self.size, self.timeout = hub, hub.rank, hub.size, timeout
+        self.hub, self.rank, self.size, self.nodes, self.timeout = hub, hub.rank, hub.size, hub.nodes, timeout
         self.generation = 1
         self.failure: EpcommError | None = None
         self.closed = False

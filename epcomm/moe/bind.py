@@ -90,6 +90,8 @@ class Binder:
         if self._config.is_expanded:
             in_arrivals = self._memory.arrivals.rows + _offsets(records, self._config.most_arrivals)
             records[:, protocol.T_OFFSET], records[:, protocol.T_EXPANDED] = in_arrivals, in_block
+        departing = self._memory.departing.rows + _offsets(records, self._memory.departure_rows)
+        records[:, protocol.T_DEPARTURE] = departing
         return records, tensors
 
     def _bound(self, operation: Operation, by_rank: bool, records: np.ndarray, tensors: Tensors) -> Bound:
@@ -156,6 +158,7 @@ class Binder:
         records[:, protocol.T_OFFSET] = _offsets(
             records, self._config.most_arrivals if is_summed_here else self._memory.capacity
         )
+        records[:, protocol.T_RETURN] = _offsets(records, self._memory.return_rows)
         dtypes = tuple((tensor.dtype, out.dtype) for tensor, out in zip(y, outs))
         form = None if quantize is None else quantize.form
         kernel = self._target.combine(records, dtypes, self._runtime.size, is_summed_here, form)

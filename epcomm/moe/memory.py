@@ -37,6 +37,16 @@ class Memory:
         outputs = layout.add("output blocks", num_blocks * output_bytes)
         self.arrivals = protocol.arrival_regions(config.most_arrivals, config.topk, row_bytes)
         arrivals = layout.add("arrivals", self.arrivals.size) if config.is_expanded else 0
+        self.departure_rows, self.return_rows = config.rows_between_nodes(runtime.nodes, runtime.rank)
+        self.departing = (
+            protocol.arrival_regions(self.departure_rows, config.topk, row_bytes)
+            if config.is_expanded
+            else protocol.block_regions(layout_code, self.departure_rows, config.topk, row_bytes)
+        )
+        spans_nodes = len(set(runtime.nodes)) > 1
+        departures = layout.add("departures", self.departing.size) if spans_nodes else 0
+        return_bytes = protocol.rows_bytes(self.return_rows, row_bytes)
+        returns = layout.add("returns", return_bytes) if spans_nodes else 0
         self.layout = layout
         balanced = config.balanced_rows * row_bytes
         prefault = [(0, blocks)]
@@ -56,6 +66,7 @@ class Memory:
         experts = config.most_physical
         self._tables = [self._target.private(4 * length) for length in (experts, experts, experts, size + 1)]
         self._window = self._private_copy(np.array([*self.segment.bases, *self.segment.network], dtype=np.int64))
+        self._nodes = self._private_copy(np.array(runtime.nodes, dtype=np.int32))
         self._marks = self._target.private(4 * (2 * experts + size))
         most_sources = max(config.topk, size) + 1
         # rows that are quantised lie there on CPUs; GPUs have them in registers
@@ -98,6 +109,10 @@ class Memory:
             (protocol.ARRIVED_WEIGHT, self.arrivals.weight),
             (protocol.ARRIVED_PLACE, self.arrivals.place),
             (protocol.ARRIVED_FACTOR, self.arrivals.factor),
+            (protocol.NODES, self._nodes.address),
+            (protocol.DEPARTURES, departures),
+            (protocol.RETURNS, returns),
+            *((protocol.DEPARTING + i, offset) for i, offset in enumerate(self.departing.offsets)),
             (protocol.BLOCK_ROWS, self.capacity),
             (protocol.OVERFLOW, overflow),
             (protocol.TELLS_LATER, self._tells_later),

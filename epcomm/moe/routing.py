@@ -37,6 +37,7 @@ class Workspace:
         rank_positions = layout.add("rank_positions", max_tokens * size * 4 if config.is_by_rank else 0, 64)
         table = layout.add("table", size * columns * 4, 64)
         base = layout.add("base", columns * 4, 64)
+        departure = layout.add("departure", columns * 4, 64)
         places = layout.add("places", config.most_arrivals * topk * 4 if config.is_expanded else 0, 64)
         self.memory = target.private(layout.size)
         self.address, memory = self.memory.address, self.memory.array
@@ -51,6 +52,7 @@ class Workspace:
             (protocol.BASE, base),
             (protocol.ROWS_OF, rows_of),
             (protocol.PLACES, places),
+            (protocol.DEPARTURE, departure),
         ):
             self.header[at] = self.address + offset
         self.rows_of = memory[rows_of : rows_of + size * 4].view(np.int32)

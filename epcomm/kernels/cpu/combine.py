@@ -4,13 +4,15 @@ Roles and phases
   1  all programs, by rank and with weights: push the weights of their share of the tokens to the receivers of the rows;
      the last to finish raises WEIGHTED at every peer.
   2  all programs: copy (or quantise) their share of y into the output block, unless the experts wrote there; by rank:
-     put the sum of each token's rows on this rank there instead. The last to finish raises READY at every peer.
+     put the sum of each token's rows on this rank there instead. The last to finish raises READY at every peer; to
+     those on other nodes it puts their rows before.
   3  what `combine_receive` does, here or in a launch of its own.
 
 Edges
   WAR  the weights of combine e - 1 were read by a peer before it raised READY of e - 1, which this rank waited for.
   RAW  WEIGHTED: the peer's weights for the rows that this rank received are in the arrivals.
   WAR  DONE, before staging: every peer has read what the output block held before.
+  WAR  DONE of combine e - 1, before rows are put: the peers have read their returns.
   RAW  of phase 3: see combine_receive.py.
 """
 
@@ -21,9 +23,11 @@ from epcomm.device.cpu.compile import device, kernel
 from epcomm.device.cpu.function import call5
 from epcomm.device.cpu.memory import copy, load32, word
 from epcomm.kernels.cpu.combine_receive import sum_rows
-from epcomm.kernels.cpu.counts import base_of, raise_everywhere, wait_for_everyone
+from epcomm.kernels.cpu.counts import base_of, raise_at, wait_for_everyone
+from epcomm.kernels.cpu.dispatch_receive import await_readers
 from epcomm.kernels.cpu.partial_sums import share_weights, sum_on_this_rank
 from epcomm.kernels.cpu.phases import announce, arrive, follow
+from epcomm.kernels.cpu.returns import send_returns
 from epcomm.kernels.cpu.slots import scales_of
 from epcomm.kernels.protocol import expert_parallel as protocol
 from epcomm.kernels.protocol import sites
@@ -86,6 +90,23 @@ def _fill_block(ctx, args, state, epoch, program, num_programs):
     return control.OK
 
 
+@device
+def _deliver(ctx, args, state, epoch):
+    """Tells every peer that its rows are in the output block or, on another node, in its returns."""
+    me, size = word(ctx, control.RANK), word(ctx, control.SIZE)
+    value = epoch << protocol.PAYLOAD_BITS | word(args, protocol.BLOCK)
+    if word(state, protocol.DEPARTURES):
+        status = await_readers(ctx, state, sites.COMBINE_READ)  # WAR
+        if status != control.OK:
+            return status
+    for distance in range(size):
+        rank = (me + distance) % size
+        if base_of(state, rank) == 0:
+            send_returns(ctx, args, state, rank)
+        raise_at(ctx, state, rank, protocol.READY + (epoch & 1), value)
+    return control.OK
+
+
 @kernel("combine")
 def combine(ctx, args, program, num_programs):
     state = word(args, protocol.STATE)
@@ -97,8 +118,9 @@ def combine(ctx, args, program, num_programs):
         if status != control.OK:
             return status
     if arrive(state, num_programs):
-        value = epoch << protocol.PAYLOAD_BITS | word(args, protocol.BLOCK)
-        raise_everywhere(ctx, state, protocol.READY + (epoch & 1), value)
+        status = _deliver(ctx, args, state, epoch)
+        if status != control.OK:
+            return status
     if word(args, protocol.SEND_ONLY):
         return control.OK
     return sum_rows(ctx, args, epoch, program, num_programs)

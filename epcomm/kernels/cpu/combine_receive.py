@@ -5,7 +5,8 @@ rank: in rank order), in float32 (float64 for float64), rounded once; the last t
 that were quantised are summed by another T_ROW_SUM.
 
 Edges
-  RAW  READY: the peer's expert outputs (by rank: their sums per token) are in the output block whose number it carries.
+  RAW  READY: the peer's expert outputs (by rank: their sums per token) are in the output block whose number it carries,
+       or in the returns if the peer is on another node.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from epcomm.device.cpu.function import call6
 from epcomm.device.cpu.memory import fence, load32, load_acquire, load_float, set_word, store_float, word
 from epcomm.kernels.cpu.counts import base_of, meet_everyone, raise_everywhere, signal_word
 from epcomm.kernels.cpu.phases import arrive
+from epcomm.kernels.cpu.returns import returns
 from epcomm.kernels.cpu.slots import is_dropped
 from epcomm.kernels.protocol import expert_parallel as protocol
 from epcomm.kernels.protocol import sites
@@ -32,23 +34,38 @@ def _output_block(ctx, state, rank, epoch):
 
 # What is gathered of one token before its rows are summed: a record of words in the program's scratch memory. Two
 # records alternate, so that while one token's rows are summed the first bytes of the next one's are already fetched.
-_COUNT, _ROWS = 0, 1  # number of rows; then (block address, row number) of each
+_COUNT, _ROWS = 0, 1  # number of rows; then (block address, word with a tensor's offset there, row number) of each
+_ROW_WORDS = 3
 # behind them, for `most` = MOST_SOURCES: each slot's row or -1; each row's weight (float32); each row's address
 
 
 @device
 def _slots(record, most):
-    return record + 8 * (_ROWS + 2 * most)
+    return record + 8 * (_ROWS + _ROW_WORDS * most)
 
 
 @device
 def _weights(record, most):
-    return record + 8 * (_ROWS + 3 * most)
+    return record + 8 * (_ROWS + (_ROW_WORDS + 1) * most)
 
 
 @device
 def _sources(record, most):
-    return record + 8 * (_ROWS + 4 * most)
+    return record + 8 * (_ROWS + (_ROW_WORDS + 2) * most)
+
+
+@device
+def _add_row(ctx, state, record, count, rank, epoch, row, returned):
+    """Adds a row to a record: it is at `rank`, or came back from another node to row `returned`."""
+    at = record + 8 * (_ROWS + _ROW_WORDS * count)
+    if base_of(state, rank) != 0:
+        set_word(at, 0, _output_block(ctx, state, rank, epoch))
+        set_word(at, 1, protocol.T_OFFSET)
+        set_word(at, 2, row)
+    else:
+        set_word(at, 0, returns(ctx, state))
+        set_word(at, 1, protocol.T_RETURN)
+        set_word(at, 2, returned)
 
 
 @device
@@ -65,7 +82,11 @@ def _gather_slots(ctx, args, state, epoch, token, record):
     """The rows of a token's experts, in slot order. A slot that repeats an expert adds its weight to that row's."""
     routing, most = word(args, protocol.ROUTING), word(state, protocol.MOST_SOURCES)
     topk, given = word(routing, protocol.TOPK), word(args, protocol.WEIGHTS)
-    owner, base = word(state, protocol.OWNER), word(routing, protocol.BASE)
+    owner, base, departure = (
+        word(state, protocol.OWNER),
+        word(routing, protocol.BASE),
+        word(routing, protocol.DEPARTURE),
+    )
     slots, weights = _slots(record, most), _weights(record, most)
     count = 0
     for slot in range(topk):
@@ -77,8 +98,8 @@ def _gather_slots(ctx, args, state, epoch, token, record):
             if is_dropped(state, row):
                 row = -1
         if row >= 0:
-            set_word(record, _ROWS + 2 * count, _output_block(ctx, state, load32(owner + 4 * expert), epoch))
-            set_word(record, _ROWS + 2 * count + 1, row)
+            returned = load32(departure + 4 * expert) + load32(word(routing, protocol.POSITION) + 4 * at)
+            _add_row(ctx, state, record, count, load32(owner + 4 * expert), epoch, row, returned)
             if given != 0:
                 store_float(weights + 4 * count, load_float(given + 4 * at))
             set_word(slots, slot, count)
@@ -98,14 +119,14 @@ def _gather_ranks(ctx, args, state, epoch, token, record):
     """A token's row on each rank, in rank order. Their weights were applied there."""
     routing, size = word(args, protocol.ROUTING), word(ctx, control.SIZE)
     base = word(routing, protocol.BASE) + 4 * word(state, protocol.NUM_EXPERTS)
+    departure = word(routing, protocol.DEPARTURE) + 4 * word(state, protocol.NUM_EXPERTS)
     is_flat = word(state, protocol.LAYOUT) == protocol.FLAT
     count = 0
     for rank in range(size):
         position = load32(word(routing, protocol.RANK_POSITION) + 4 * (token * size + rank))
         row = load32(base + 4 * rank) + position
         if position >= 0 and not (is_flat and is_dropped(state, row)):
-            set_word(record, _ROWS + 2 * count, _output_block(ctx, state, rank, epoch))
-            set_word(record, _ROWS + 2 * count + 1, row)
+            _add_row(ctx, state, record, count, rank, epoch, row, load32(departure + 4 * rank) + position)
             count += 1
     set_word(record, _COUNT, count)
 
@@ -114,9 +135,10 @@ def _gather_ranks(ctx, args, state, epoch, token, record):
 def _locate(record, most, tensor):
     """Fills in the addresses of the gathered rows in one tensor; returns where they are."""
     sources = _sources(record, most)
-    offset, row_bytes = word(tensor, protocol.T_OFFSET), word(tensor, protocol.T_ROW_BYTES)
+    row_bytes = word(tensor, protocol.T_ROW_BYTES)
     for k in range(word(record, _COUNT)):
-        set_word(sources, k, word(record, _ROWS + 2 * k) + offset + word(record, _ROWS + 2 * k + 1) * row_bytes)
+        at = record + 8 * (_ROWS + _ROW_WORDS * k)
+        set_word(sources, k, word(at, 0) + word(tensor, word(at, 1)) + word(at, 2) * row_bytes)
     return sources
 
 

@@ -11,7 +11,8 @@ from epcomm.device import control
 from epcomm.device.control import LINE
 from epcomm.device.cpu.compile import device, kernel
 from epcomm.device.cpu.memory import copy_bytes, load32, load_acquire, set_word, store32, word
-from epcomm.device.cpu.waiting import meet, signal, wait
+from epcomm.device.cpu.network import put, raise_word
+from epcomm.device.cpu.waiting import meet, wait
 from epcomm.kernels.protocol import expert_parallel as protocol
 from epcomm.kernels.protocol import sites
 
@@ -57,8 +58,14 @@ def raise_everywhere(ctx, state, kind, value):
     """Raises this rank's word of `kind` at every rank."""
     me, size = word(ctx, control.RANK), word(ctx, control.SIZE)
     for distance in range(size):
-        rank = (me + distance) % size
-        signal(signal_word(ctx, state, kind, rank, me), value)
+        raise_at(ctx, state, (me + distance) % size, kind, value)
+
+
+@device
+def raise_at(ctx, state, rank, kind, value):
+    """Raises this rank's word of `kind` at `rank`."""
+    offset = (kind * word(ctx, control.SIZE) + word(ctx, control.RANK)) * LINE
+    raise_word(ctx, word(state, protocol.WINDOW), rank, offset, value)
 
 
 @device
@@ -71,9 +78,13 @@ def _table(ctx, state, epoch):
 
 @device
 def push_counts(ctx, state, routing, rank, epoch):
-    """Puts this rank's counts into `rank`'s table; the caller signals."""
+    """Puts this rank's counts into `rank`'s table, into its own first; the caller signals."""
     me, row = word(ctx, control.RANK), 4 * (word(state, protocol.NUM_EXPERTS) + word(ctx, control.SIZE))
-    copy_bytes(base_of(state, rank) + _table(ctx, state, epoch) + me * row, word(routing, protocol.OWN_COUNTS), row)
+    to = _table(ctx, state, epoch) + me * row
+    if rank == me:
+        copy_bytes(base_of(state, me) + to, word(routing, protocol.OWN_COUNTS), row)
+    else:
+        put(ctx, word(state, protocol.WINDOW), rank, to, to, row)
 
 
 @device
@@ -110,12 +121,31 @@ def _place_by_expert(state, me, size, num_experts, table, base, rank):
 
 
 @device
+def _place_departures(ctx, state, routing):
+    """Numbers the rows that leave the node: by rank and local expert, and by rank."""
+    num_experts, counts = word(state, protocol.NUM_EXPERTS), word(routing, protocol.OWN_COUNTS)
+    departure, order = word(routing, protocol.DEPARTURE), word(state, protocol.ORDER)
+    order_start = word(state, protocol.ORDER_START)
+    rows, rows_by_rank = 0, 0
+    for rank in range(word(ctx, control.SIZE)):
+        if base_of(state, rank) == 0:
+            for at in range(load32(order_start + 4 * rank), load32(order_start + 4 * (rank + 1))):
+                expert = load32(order + 4 * at)
+                store32(departure + 4 * expert, rows)
+                rows += load32(counts + 4 * expert)
+            store32(departure + 4 * (num_experts + rank), rows_by_rank)
+            rows_by_rank += load32(counts + 4 * (num_experts + rank))
+
+
+@device
 def place_rows(ctx, state, routing, epoch):
     """Copies the table of `epoch` out and computes where rows go. CAPACITY if some rank's are too many."""
     me, size, num_experts = word(ctx, control.RANK), word(ctx, control.SIZE), word(state, protocol.NUM_EXPERTS)
     is_flat = word(state, protocol.LAYOUT) == protocol.FLAT
     table, base, rows_of = word(routing, protocol.TABLE), word(routing, protocol.BASE), word(routing, protocol.ROWS_OF)
     copy_bytes(table, base_of(state, me) + _table(ctx, state, epoch), 4 * size * (num_experts + size))
+    if word(state, protocol.DEPARTURES):
+        _place_departures(ctx, state, routing)
     most, all_rows = 0, 0
     for rank in range(size):
         rows = 0
@@ -148,7 +178,7 @@ def exchange_counts(ctx, args, program, num_programs):
     for distance in range(size):
         rank = (me + distance) % size
         push_counts(ctx, state, routing, rank, epoch)
-        signal(signal_word(ctx, state, kind, rank, me), value | requires_grad)
+        raise_at(ctx, state, rank, kind, value | requires_grad)
     for distance in range(1, size):
         rank = (me + distance) % size
         counted = signal_word(ctx, state, kind, me, rank)

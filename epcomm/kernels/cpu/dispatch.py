@@ -3,13 +3,14 @@
 Roles and phases
   1  program 0: grant a block to every peer (in latency mode with this rank's counts); wait for every peer's grant.
   2  all programs: copy the rows of their share of the tokens, or quantise each once and copy that; the last to finish
-     raises ROWS at every peer.
+     raises ROWS at every peer. Rows for other nodes are packed in the departures; the last puts them before it raises.
   3  what `dispatch_receive` does, here or in a launch of its own.
 
 Rows that travel by rank go to the peer's arrivals, unless the layout is flat; the grant is one of those, too.
 
 Edges
   WAR  GRANT: the receiver's block, and its arrivals, are free. It carries the block's number.
+  WAR  GRANT, again: what the last dispatch put has arrived, so the departures are free.
   RAW  GRANT, latency mode: the peer's counts are in the table (its parity: see counts.py).
   RAW, WAR  of phase 3: see dispatch_receive.py.
 """
@@ -24,15 +25,15 @@ from epcomm.device.cpu.memory import (
     copy_streaming,
     fence,
     load32,
-    load_acquire,
     prefetch_for_writing,
     set_word,
     store32,
     store_float,
     word,
 )
-from epcomm.device.cpu.waiting import meet, signal
-from epcomm.kernels.cpu.counts import base_of, place_rows, push_counts, raise_everywhere, signal_word
+from epcomm.device.cpu.waiting import meet
+from epcomm.kernels.cpu.counts import base_of, place_rows, push_counts, raise_at, signal_word
+from epcomm.kernels.cpu.departures import departures, granted_offset, send_departures
 from epcomm.kernels.cpu.dispatch_receive import receive_rows
 from epcomm.kernels.cpu.phases import announce, arrive, follow
 from epcomm.kernels.cpu.slots import is_dropped, slot_weight
@@ -51,7 +52,7 @@ def _meet_peers(ctx, args, state, routing, epoch):
         rank = (me + distance) % size
         if latency:
             push_counts(ctx, state, routing, rank, epoch)
-        signal(signal_word(ctx, state, kind, rank, me), epoch << protocol.PAYLOAD_BITS | word(args, protocol.BLOCK))
+        raise_at(ctx, state, rank, kind, epoch << protocol.PAYLOAD_BITS | word(args, protocol.BLOCK))
     for distance in range(1, size):
         rank = (me + distance) % size
         granted = signal_word(ctx, state, kind, me, rank)
@@ -61,17 +62,6 @@ def _meet_peers(ctx, args, state, routing, epoch):
     if latency:
         return place_rows(ctx, state, routing, epoch)
     return control.OK
-
-
-@device
-def _granted_block(ctx, state, rank, epoch):
-    """Address of the block that `rank` granted for this epoch."""
-    granted = load_acquire(
-        signal_word(ctx, state, protocol.GRANT + (epoch & 1), word(ctx, control.RANK), rank)
-    )
-    # the number comes from a peer: never let it lead outside of the segment
-    block = min(granted & protocol.PAYLOAD_MASK, word(state, protocol.NUM_BLOCKS) - 1)
-    return base_of(state, rank) + word(state, protocol.BLOCKS) + block * word(state, protocol.BLOCK_BYTES)
 
 
 @device
@@ -111,20 +101,20 @@ def _quantize_row(args, tensors, token):
 
 
 @device
-def _copy_row(tensors, num_tensors, token, row, block, streaming):
-    """Copies a token's row of every tensor to `row` of `block`."""
+def _copy_row(tensors, num_tensors, token, row, block, offset, streaming):
+    """Copies a token's row of every tensor to `row` of `block`; `offset` is the word that says where there."""
     if streaming:
         # short rows, such as scales, don't fill lines: these are fetched while the first tensor's row is on its way
         for i in range(1, num_tensors):
             tensor = tensors + 8 * protocol.TENSOR_WORDS * i
             num_bytes = word(tensor, protocol.T_ROW_BYTES)
             if num_bytes <= _SHORT_ROW_BYTES:
-                prefetch_for_writing(block + word(tensor, protocol.T_OFFSET) + row * num_bytes, num_bytes)
+                prefetch_for_writing(block + word(tensor, offset) + row * num_bytes, num_bytes)
     for i in range(num_tensors):
         tensor = tensors + 8 * protocol.TENSOR_WORDS * i
         num_bytes = word(tensor, protocol.T_ROW_BYTES)
         source = word(tensor, protocol.T_ADDRESS) + token * word(tensor, protocol.T_STRIDE)
-        to = block + word(tensor, protocol.T_OFFSET) + row * num_bytes
+        to = block + word(tensor, offset) + row * num_bytes
         if streaming and (num_bytes > _SHORT_ROW_BYTES or num_bytes & 63 == 0):
             copy_streaming(to, source, num_bytes)
         else:
@@ -140,7 +130,7 @@ def _send_per_expert(ctx, args, state, epoch, program, first, last, streaming):
         word(routing, protocol.POSITION),
         word(routing, protocol.BASE),
     )
-    owner, token_region = word(state, protocol.OWNER), word(state, protocol.TOKEN_REGION)
+    owner, departure = word(state, protocol.OWNER), word(routing, protocol.DEPARTURE)
     weights = word(args, protocol.WEIGHTS)
     deliver_weights = weights != 0
     tensors, num_tensors = _tensors(args, state, program), word(args, protocol.NUM_TENSORS)
@@ -156,24 +146,31 @@ def _send_per_expert(ctx, args, state, epoch, program, first, last, streaming):
                 if to_quantize:
                     _quantize_row(args, tensors, token)
                     to_quantize = False
-                block = _granted_block(ctx, state, load32(owner + 4 * expert), epoch)
-                _copy_row(tensors, num_tensors, token, row, block, streaming)
-                store32(block + token_region + 4 * row, token)
+                rank = load32(owner + 4 * expert)
+                block, offset, regions = base_of(state, rank), protocol.T_OFFSET, state + 8 * protocol.TOKEN_REGION
+                if block != 0:
+                    block += granted_offset(ctx, state, rank, epoch)
+                else:
+                    block, offset = departures(ctx, state), protocol.T_DEPARTURE
+                    regions = state + 8 * protocol.DEPARTING
+                    row = load32(departure + 4 * expert) + load32(positions + 4 * (token * topk + slot))
+                _copy_row(tensors, num_tensors, token, row, block, offset, streaming)
+                store32(block + word(regions, protocol.R_TOKEN) + 4 * row, token)
                 if deliver_weights:
                     weight = slot_weight(routing, weights, token, slot, topk)
-                    store_float(block + word(state, protocol.WEIGHT_REGION) + 4 * row, weight)
+                    store_float(block + word(regions, protocol.R_WEIGHT) + 4 * row, weight)
 
 
 @device
-def _describe_flat(ctx, args, state, token, rank, row, block):
+def _describe_flat(ctx, args, state, token, rank, row, block, regions):
     """Flat layout: what the caller learns of a row, the token's slots on that rank as local experts and weights."""
     routing = word(args, protocol.ROUTING)
     topk, wide = word(routing, protocol.TOPK), word(routing, protocol.INDEX_BYTES) == 8
     experts, owner, local = word(routing, protocol.EXPERT), word(state, protocol.OWNER), word(state, protocol.LOCAL)
     weights = word(args, protocol.WEIGHTS)
-    store32(block + word(state, protocol.TOKEN_REGION) + 4 * row, token)
-    index = block + word(state, protocol.INDEX_REGION) + (8 if wide else 4) * row * topk
-    weight = block + word(state, protocol.WEIGHT_REGION) + 4 * row * topk
+    store32(block + word(regions, protocol.R_TOKEN) + 4 * row, token)
+    index = block + word(regions, protocol.R_INDEX) + (8 if wide else 4) * row * topk
+    weight = block + word(regions, protocol.R_WEIGHT) + 4 * row * topk
     for slot in range(topk):
         at = token * topk + slot
         expert = load32(experts + 4 * at)
@@ -190,22 +187,22 @@ def _describe_flat(ctx, args, state, token, rank, row, block):
 
 
 @device
-def _prefetch_description(args, state, row, block):
+def _prefetch_description(args, regions, row, block):
     """Fetches what `_describe_flat` will write of the row that comes next: a peer has these lines."""
     routing = word(args, protocol.ROUTING)
     topk, item = word(routing, protocol.TOPK), word(routing, protocol.INDEX_BYTES)
-    prefetch_for_writing(block + word(state, protocol.TOKEN_REGION) + 4 * row, 4)
-    prefetch_for_writing(block + word(state, protocol.INDEX_REGION) + item * row * topk, item * topk)
+    prefetch_for_writing(block + word(regions, protocol.R_TOKEN) + 4 * row, 4)
+    prefetch_for_writing(block + word(regions, protocol.R_INDEX) + item * row * topk, item * topk)
     if word(args, protocol.WEIGHTS) != 0:
-        prefetch_for_writing(block + word(state, protocol.WEIGHT_REGION) + 4 * row * topk, 4 * topk)
+        prefetch_for_writing(block + word(regions, protocol.R_WEIGHT) + 4 * row * topk, 4 * topk)
 
 
 @device
-def _describe_arrival(ctx, args, state, token, rank, row, arrivals):
+def _describe_arrival(ctx, args, state, token, rank, row, arrivals, regions):
     """What the receiver needs to expand a row: the places of the token's experts there, and their weights."""
     routing, weights = word(args, protocol.ROUTING), word(args, protocol.WEIGHTS)
     topk, owner, base = word(routing, protocol.TOPK), word(state, protocol.OWNER), word(routing, protocol.BASE)
-    store32(arrivals + word(state, protocol.ARRIVED_TOKEN) + 4 * row, token)
+    store32(arrivals + word(regions, protocol.R_TOKEN) + 4 * row, token)
     for slot in range(topk):
         at = token * topk + slot
         expert = load32(word(routing, protocol.EXPERT) + 4 * at)
@@ -215,9 +212,9 @@ def _describe_arrival(ctx, args, state, token, rank, row, arrivals):
             if is_dropped(state, place):
                 place = -1
             elif weights != 0:
-                weight = arrivals + word(state, protocol.ARRIVED_WEIGHT) + 4 * (row * topk + slot)
+                weight = arrivals + word(regions, protocol.R_WEIGHT) + 4 * (row * topk + slot)
                 store_float(weight, slot_weight(routing, weights, token, slot, topk))
-        store32(arrivals + word(state, protocol.ARRIVED_PLACE) + 4 * (row * topk + slot), place)
+        store32(arrivals + word(regions, protocol.R_INDEX) + 4 * (row * topk + slot), place)
 
 
 @device
@@ -225,6 +222,7 @@ def _send_per_rank(ctx, args, state, epoch, program, first, last, streaming):
     """One row per (token, rank), with what goes with it."""
     routing, size, me = word(args, protocol.ROUTING), word(ctx, control.SIZE), word(ctx, control.RANK)
     base = word(routing, protocol.BASE) + 4 * word(state, protocol.NUM_EXPERTS)
+    departure = word(routing, protocol.DEPARTURE) + 4 * word(state, protocol.NUM_EXPERTS)
     is_flat = word(state, protocol.LAYOUT) == protocol.FLAT
     tensors, num_tensors = _tensors(args, state, program), word(args, protocol.NUM_TENSORS)
     quantizes = tensors != word(args, protocol.TENSORS)
@@ -240,16 +238,35 @@ def _send_per_rank(ctx, args, state, epoch, program, first, last, streaming):
                 if to_quantize:
                     _quantize_row(args, tensors, token)
                     to_quantize = False
-                if is_flat:
-                    block = _granted_block(ctx, state, rank, epoch)
-                    if streaming:
-                        _prefetch_description(args, state, row + 1, block)
-                    _copy_row(tensors, num_tensors, token, row, block, streaming)
-                    _describe_flat(ctx, args, state, token, rank, row, block)
+                block, offset = base_of(state, rank), protocol.T_OFFSET
+                regions = state + 8 * (protocol.TOKEN_REGION if is_flat else protocol.ARRIVED_TOKEN)
+                if block == 0:
+                    block, offset = departures(ctx, state), protocol.T_DEPARTURE
+                    regions = state + 8 * protocol.DEPARTING
+                    row = load32(departure + 4 * rank) + position
+                elif is_flat:
+                    block += granted_offset(ctx, state, rank, epoch)
                 else:
-                    arrivals = base_of(state, rank) + word(state, protocol.ARRIVALS)
-                    _copy_row(tensors, num_tensors, token, row, arrivals, streaming)
-                    _describe_arrival(ctx, args, state, token, rank, row, arrivals)
+                    block += word(state, protocol.ARRIVALS)
+                if is_flat:
+                    if streaming:
+                        _prefetch_description(args, regions, row + 1, block)
+                    _copy_row(tensors, num_tensors, token, row, block, offset, streaming)
+                    _describe_flat(ctx, args, state, token, rank, row, block, regions)
+                else:
+                    _copy_row(tensors, num_tensors, token, row, block, offset, streaming)
+                    _describe_arrival(ctx, args, state, token, rank, row, block, regions)
+
+
+@device
+def _deliver(ctx, args, state, epoch):
+    """Tells every peer that its rows are there, once they are."""
+    me, size = word(ctx, control.RANK), word(ctx, control.SIZE)
+    for distance in range(size):
+        rank = (me + distance) % size
+        if base_of(state, rank) == 0:
+            send_departures(ctx, args, state, epoch, rank)
+        raise_at(ctx, state, rank, protocol.ROWS, epoch)
 
 
 @kernel("dispatch")
@@ -278,7 +295,7 @@ def dispatch(ctx, args, program, num_programs):
         fence()
     if arrive(state, num_programs):
         set_word(state, protocol.DISPATCH_EPOCH, epoch)
-        raise_everywhere(ctx, state, protocol.ROWS, epoch)
+        _deliver(ctx, args, state, epoch)
     if word(args, protocol.SEND_ONLY):
         return control.OK
     return receive_rows(ctx, args, epoch, program, num_programs)

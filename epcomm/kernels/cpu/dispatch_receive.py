@@ -71,11 +71,12 @@ def _mark_tail(ctx, args, state, routing):
 
 
 @device
-def _await_readers(ctx, state):
+def await_readers(ctx, state, site):
+    """Waits until every peer has read the rows of the last combine."""
     combined = word(state, protocol.COMBINE_EPOCH)
     if combined == word(ctx, control.GENERATION) << control.GENERATION_SHIFT:
         combined = 0  # there was no combine in this generation
-    return wait_for_everyone(ctx, state, protocol.DONE, combined, sites.DISPATCH_READ)  # WAR
+    return wait_for_everyone(ctx, state, protocol.DONE, combined, site)  # WAR
 
 
 @device
@@ -128,7 +129,7 @@ def receive_rows(ctx, args, epoch, program, num_programs):
     if status == control.OK and is_expanded:
         _expand(ctx, args, state, routing, program, num_programs)
     if status == control.OK and program == 0:
-        status = _await_readers(ctx, state)
+        status = await_readers(ctx, state, sites.DISPATCH_READ)
     return status
 
 

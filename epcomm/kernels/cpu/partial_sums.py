@@ -10,7 +10,8 @@ from epcomm.device import control
 from epcomm.device.cpu.compile import device
 from epcomm.device.cpu.function import call5, call6
 from epcomm.device.cpu.memory import load32, load_float, set_word, store_float, word
-from epcomm.kernels.cpu.counts import base_of, meet_everyone, raise_everywhere
+from epcomm.kernels.cpu.counts import base_of, meet_everyone, raise_at
+from epcomm.kernels.cpu.departures import departures, send_weights
 from epcomm.kernels.cpu.phases import arrive
 from epcomm.kernels.cpu.slots import scales_of, slot_weight
 from epcomm.kernels.protocol import expert_parallel as protocol
@@ -23,18 +24,28 @@ def share_weights(ctx, args, state, epoch, program, num_programs):
     routing, weights = word(args, protocol.ROUTING), word(args, protocol.WEIGHTS)
     size, topk = word(ctx, control.SIZE), word(routing, protocol.TOPK)
     base = word(routing, protocol.BASE) + 4 * word(state, protocol.NUM_EXPERTS)
+    departure = word(routing, protocol.DEPARTURE) + 4 * word(state, protocol.NUM_EXPERTS)
     num_tokens = word(routing, protocol.NUM_TOKENS)
     for token in range(num_tokens * program // num_programs, num_tokens * (program + 1) // num_programs):
         for rank in range(size):
             position = load32(word(routing, protocol.RANK_POSITION) + 4 * (token * size + rank))
             if position >= 0:
-                row = load32(base + 4 * rank) + position
-                arrivals = base_of(state, rank) + word(state, protocol.ARRIVALS)
-                factors = arrivals + word(state, protocol.ARRIVED_FACTOR) + 4 * topk * row
+                row, block = load32(base + 4 * rank) + position, base_of(state, rank)
+                if block != 0:
+                    factors = block + word(state, protocol.ARRIVALS) + word(state, protocol.ARRIVED_FACTOR)
+                else:
+                    row = load32(departure + 4 * rank) + position
+                    factors = departures(ctx, state) + word(state, protocol.DEPARTING + protocol.R_FACTOR)
+                factors += 4 * topk * row
                 for slot in range(topk):  # those of other ranks' experts aren't read
                     store_float(factors + 4 * slot, slot_weight(routing, weights, token, slot, topk))
     if arrive(state, num_programs):
-        raise_everywhere(ctx, state, protocol.WEIGHTED, epoch)
+        me = word(ctx, control.RANK)
+        for distance in range(size):
+            rank = (me + distance) % size
+            if base_of(state, rank) == 0:
+                send_weights(ctx, args, state, rank)
+            raise_at(ctx, state, rank, protocol.WEIGHTED, epoch)
 
 
 @device

@@ -4,6 +4,9 @@ A handle's symmetric segment holds signal words, the exchanged counts, receive b
 blocks (read by peers). Words that carry a payload, and the counts they describe, exist twice by epoch parity; every
 rank waits for every peer in each operation, so no one is ever more than one epoch ahead.
 
+To a rank on another node rows travel packed: they are laid out in this rank's *departures* as they will lie there, and
+put from there. What a combine brings back from other nodes arrives in the *returns*, in the order of the departures.
+
 *By rank* a row travels once per (token, rank). In flat layout that is what the caller gets. In the others (``wire=
 "rank"``) it travels through the *arrivals*, one more block: dispatch expands what arrived into the receive block, a row
 per (token, expert), and combine sums those rows per (token, rank), weighted, before they travel back.
@@ -37,7 +40,7 @@ WINDOW = 5  # address of the window of the handle's segment
 COUNT_TABLE = 6  # offset of [2, size, num_experts + size] int32 counts
 BLOCKS, BLOCK_BYTES = 7, 8  # receive blocks
 OUTPUTS, OUTPUT_BYTES = 9, 10  # output blocks
-TOKEN_REGION, WEIGHT_REGION, INDEX_REGION = 11, 12, 13  # offsets in a receive block
+TOKEN_REGION, WEIGHT_REGION, INDEX_REGION = 11, 12, 13  # offsets in a receive block; see REGIONS
 OWNER, LOCAL, ORDER = 14, 15, 16  # addresses of int32 [num_experts]: rank; local number; experts in that order
 ORDER_START = 17  # address of int32 [size + 1]: where each rank's experts start in ORDER
 MARKS = 18  # address of int32 scratch [2, num_experts] and [size]
@@ -50,12 +53,19 @@ NUM_BLOCKS, NUM_OUTPUTS = 29, 30
 MOST_SOURCES = 31  # rows that one token's sum can have: of its slots or ranks, and a bias
 IS_BY_RANK = 32  # 1 if dispatched rows travel once per (token, rank)
 ARRIVALS = 33  # offset of the arrivals
-ARRIVED_TOKEN, ARRIVED_WEIGHT, ARRIVED_PLACE, ARRIVED_FACTOR = 34, 35, 36, 37  # offsets of their regions
+ARRIVED_TOKEN, ARRIVED_WEIGHT, ARRIVED_PLACE, ARRIVED_FACTOR = 34, 35, 36, 37  # offsets of their regions; see REGIONS
 BLOCK_ROWS = 38  # that a receive block has room for
 OVERFLOW = 39  # what happens to rows past ROW_LIMIT, see below
 TAIL = 40  # what a receive block's rows past its last are, see below
 TELLS_LATER = 41  # 1 if the host doesn't wait to learn what a kernel finds
-STATE_WORDS = 42
+NODES = 42  # address of int32 [size]: the node of each rank
+DEPARTURES = 43  # offset of the departures, 0 if all ranks are on one node
+DEPARTING = 44  # (4 words) offsets of their regions; see REGIONS
+RETURNS = 48  # offset of the returns
+STATE_WORDS = 49
+# ---- the order of a block's regions in these words, from TOKEN_REGION, ARRIVED_TOKEN or DEPARTING on: tokens; weights;
+# local experts in flat layout, or places; combine's weights
+REGIONS = R_TOKEN, R_WEIGHT, R_INDEX, R_FACTOR = 0, 1, 2, 3
 
 # ---- more rows for a rank than ROW_LIMIT, which all ranks see alike
 STOP, DROP, DROP_AND_TELL = range(3)  # nothing is sent; they aren't sent; they aren't, and the host is told later
@@ -78,7 +88,8 @@ NUM_ARRIVED = 13  # rows that this rank receives by rank
 PLACES = 14  # address of [arrivals, topk]: receive block's row of each slot of what arrived, or -1; set by dispatch
 REQUIRES_GRAD = 15  # 1 if this rank wants gradients
 ANY_REQUIRES_GRAD = 16  # 1 if any rank does; since route has exchanged counts
-ROUTING_WORDS = 17
+DEPARTURE = 17  # address of [num_experts + size]: departures' row of the first for each expert and rank of other nodes
+ROUTING_WORDS = 18
 
 # ---- parameter block
 STATE = 7
@@ -103,7 +114,9 @@ T_PARTIAL_SUM = 11  # combine by rank: what sums a token's rows on one rank
 # table has two records, of the codes and of the scales, the first with the address and stride of the numbers. In
 # combine it has one, whose rows are codes and scales: see quantized_row.
 T_QUANTIZE, T_QUANTIZE_ARGUMENT = 12, 13
-TENSOR_WORDS = 14
+T_DEPARTURE = 14  # dispatch: offset of its rows in the departures
+T_RETURN = 15  # combine: offset of its rows in the returns
+TENSOR_WORDS = 16
 MAX_TENSORS = 16
 
 
@@ -116,6 +129,11 @@ class BlockRegions:
     index: int  # [capacity, topk] of the caller's index dtype (flat)
     rows: int
     size: int
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """In the order of REGIONS."""
+        return self.token, self.weight, self.index
 
 
 def block_regions(layout: int, capacity: int, topk: int, row_bytes: int) -> BlockRegions:
@@ -141,6 +159,11 @@ class ArrivalRegions:
     factor: int  # float32 [capacity, topk]: combine's weights
     rows: int
     size: int
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """In the order of REGIONS."""
+        return self.token, self.weight, self.place, self.factor
 
 
 def arrival_regions(capacity: int, topk: int, row_bytes: int) -> ArrivalRegions:
@@ -172,7 +195,7 @@ def scratch_bytes(most_sources: int, row_bytes: int) -> int:
 
     Of at most `row_bytes` once quantised, which are at least as many as there are columns.
     """
-    return align_up(8 * 2 * (1 + 5 * most_sources), LINE) + align_up(4 * row_bytes, LINE) + 8 * LINE
+    return align_up(8 * 2 * (1 + 6 * most_sources), LINE) + align_up(4 * row_bytes, LINE) + 8 * LINE
 
 
 def rows_bytes(capacity: int, row_bytes: int) -> int:
