@@ -179,7 +179,7 @@ def push_header(ctx):
     me, sequence, fingerprint = word(ctx, control.RANK), word(ctx, control.SEQUENCE), word(ctx, control.FINGERPRINT)
     slot = control.HEADERS + me * control.HEADER_BYTES + (sequence % control.HEADER_RING) * 16
     for rank in range(word(ctx, control.SIZE)):
-        if rank != me:
+        if rank != me and control_region(ctx, rank) != 0:  # 0: it is on another host
             store64(control_region(ctx, rank) + slot + 8, fingerprint)
             store_release(control_region(ctx, rank) + slot, sequence)
 
