@@ -22,12 +22,12 @@ import torch.distributed as dist
 from failure_cases import SOON, Raised, raised_by
 
 import epcomm
-from epcomm import tcp
+from epcomm import rendezvous, tcp
 from epcomm.errors import MismatchError, PeerFailedError, PeerLostError, UnsupportedError
 from epcomm.errors import TimeoutError as EpcommTimeoutError
+from epcomm.kernels import target
 from epcomm.kernels.cpu.target import CpuTarget
-from epcomm.kernels.target import make_target
-from epcomm.rendezvous import GroupRendezvous, StoreRendezvous, launched_rank
+from epcomm.rendezvous import GroupRendezvous, StoreRendezvous
 from epcomm.runtime import Runtime
 from epcomm.testing import namespaces
 from epcomm.testing.hosts import pretend_hosts
@@ -53,7 +53,7 @@ def join(port: int, hosts: list[int], timeout: float = 20.0) -> epcomm.Communica
 
 
 def own_rank() -> int:
-    return launched_rank.get().rank
+    return rendezvous.launched_rank.get().rank
 
 
 def meet(runtime: Runtime) -> None:
@@ -135,17 +135,17 @@ def test_process_group_and_torchrun(port: int) -> None:
         exchange(comm, hosts)
         leave(comm)
         os.environ.update(RANK=str(rank), WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(torchrun_port))
-        launched = launched_rank.get()
+        launched = rendezvous.launched_rank.get()
         try:
             with pretend_hosts(hosts):
                 identity = epcomm.bootstrap.host_identity()
                 epcomm.bootstrap.host_identity = lambda: identity
-                launched_rank.set(None)
+                rendezvous.launched_rank.set(None)
                 comm = epcomm.init(timeout=20.0)
             exchange(comm, hosts)
             leave(comm)
         finally:
-            launched_rank.set(launched)
+            rendezvous.launched_rank.set(launched)
             for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
                 del os.environ[name]
 
@@ -160,11 +160,11 @@ def test_target_without_network(port: int) -> None:
         name, kind = "local", "local"
 
     def body() -> Raised:
-        token = make_target.set(Local)
+        token = target.make_target.set(Local)
         try:
             return raised_by(join, port, WORLDS["2+2"])
         finally:
-            make_target.reset(token)
+            target.make_target.reset(token)
 
     for raised in run_ranks(body, 4):
         assert isinstance(raised.error, UnsupportedError) and "[0, 0, 1, 1]" in raised.text, raised
