@@ -48,6 +48,7 @@ class Hub:
         self._members, self._root = members, members[0]
         self._connections = dict(connections)
         self._early: dict[int, tuple[int, Message]] = {}  # from ranks that have reset already
+        self._first_lost: int | None = None  # those that leave because of it must not be taken for the cause
 
     def allgather(
         self, payload: bytes, descriptors: Sequence[int] = (), *, timeout: float, check: Check
@@ -56,6 +57,8 @@ class Hub:
 
         Raises `PeerLostError` if a rank's end is closed, `TimeoutError` at the deadline.
         """
+        if self._first_lost is not None:
+            raise self._lost(self._first_lost)
         deadline = time.monotonic() + timeout
         messages: list[Message] = []
         try:
@@ -74,8 +77,10 @@ class Hub:
             return messages
         except BaseException as error:
             _close_all(messages)
-            if self.rank == self._root and isinstance(error, PeerLostError):
-                self.tell_lost(error.rank)
+            if isinstance(error, PeerLostError):
+                self._first_lost = error.rank
+                if self.rank == self._root:
+                    self.tell_lost(error.rank)
             raise
 
     def barrier(self, *, timeout: float, check: Check) -> None:
