@@ -46,8 +46,8 @@ def init(
             the GPUs' copy engines; a kernel of one program is left for the barriers, and for what computes.
         timeout: seconds that an operation may wait for its peers.
 
-    Raises ConfigError for a wrong argument, UnsupportedError if the ranks are on several hosts or `device` can't be
-    used, TimeoutError if not all ranks came in time.
+    Raises ConfigError for a wrong argument, UnsupportedError if the ranks of a CUDA device are on several hosts or
+    `device` can't be used, TimeoutError if not all ranks came in time.
     """
     target = _target(torch.device("cpu" if device is None else device), sm_budget)
     if transport not in ("auto", target.transport):

@@ -316,6 +316,49 @@ def test_mismatch_is_one_everywhere(port: int) -> None:
         assert isinstance(raised.error, MismatchError) and "barrier() here" in raised.text, raised
 
 
+def test_killed_rank_that_leaves_a_forked_child(port: int) -> None:
+    """The child has inherited connections, but it isn't the rank."""
+
+    def body() -> Any:
+        comm = join(port, WORLDS["2+2"])
+        meet(comm._runtime)
+        if comm.rank == 2:
+            rank = os.getpid()
+            if os.fork() == 0:
+                while os.getppid() == rank:
+                    time.sleep(0.05)
+                time.sleep(5.0)
+                os._exit(0)
+            time.sleep(0.2)
+            os.kill(rank, signal.SIGKILL)
+        entered = time.monotonic()
+        return raised_by(meet, comm._runtime), entered
+
+    outcomes = rank_outcomes(body, 4, expendable=[2])
+    for lost, entered in (outcomes[0], outcomes[1], outcomes[3]):
+        assert isinstance(lost.error, PeerLostError) and lost.error.rank == 2, lost
+        assert lost.when < entered + SOON, (lost, entered)
+
+
+def test_forked_child_that_leaves_disturbs_nobody(port: int) -> None:
+    def body() -> None:
+        comm = join(port, WORLDS["1+1"])
+        meet(comm._runtime)
+        child = os.fork()
+        if child == 0:
+            comm.abort()
+            comm.close()
+            del comm
+            gc.collect()
+            os._exit(0)
+        os.waitpid(child, 0)
+        stays_healthy(comm._runtime, 0.3)
+        meet(comm._runtime)
+        leave(comm)
+
+    run_ranks(body, 2)
+
+
 # ---- parting
 
 
@@ -450,8 +493,9 @@ def test_dialing_tries_every_address() -> None:
 # ---- real hosts
 
 
-@pytest.mark.skipif(namespaces.available() is not None, reason=f"network namespaces: {namespaces.available()}")
 def test_hosts_in_namespaces() -> None:
+    if (reason := namespaces.available()) is not None:
+        pytest.skip(f"network namespaces: {reason}")
     hosts = WORLDS["1+2+1"]
 
     def body() -> Any:
