@@ -34,21 +34,25 @@ def connect(rendezvous: Rendezvous | LaunchedRank, timeout: float) -> Hub:
     rank, size = rendezvous.rank, rendezvous.size
     deadline = time.monotonic() + timeout
     if isinstance(rendezvous, LaunchedRank):  # all on this machine
-        return Hub(rank, range(size), _meet(rank, range(size), rendezvous.next_hub_name(), deadline, rendezvous.check))
-    with contextlib.closing(Listener(rank)) as listener:
+        name = rendezvous.next_hub_name()
+        with _listen(name, size) if rank == 0 else contextlib.nullcontext() as doorway:
+            return Hub(rank, range(size), _meet(rank, range(size), doorway, name, deadline, rendezvous.check))
+    name = f"epcomm-{uuid.uuid4().hex}"
+    # listens first: whoever learns the name can connect
+    with contextlib.closing(Listener(rank)) as listener, _listen(name, size) as doorway:
         endpoint = listener.endpoint(local_addresses(rendezvous.store_hosts()))
-        card = _Card(host_identity(), f"epcomm-{uuid.uuid4().hex}", asdict(endpoint))
+        card = _Card(host_identity(), name, asdict(endpoint))
         texts = rendezvous.allgather(json.dumps(asdict(card)), timeout)
         cards = [_Card(**json.loads(text)) for text in texts]
         nodes, leaders = number_nodes([card.host for card in cards])
         neighbours = [peer for peer, node in enumerate(nodes) if node == nodes[rank]]
         name = cards[neighbours[0]].name
         if len(leaders) == 1:
-            return Hub(rank, neighbours, _meet(rank, neighbours, name, deadline, _nothing))
+            return Hub(rank, neighbours, _meet(rank, neighbours, doorway, name, deadline, _nothing))
         endpoints = {leader: Endpoint(**cards[leader].endpoint) for leader in leaders}
         tcp = _meet_hosts(rank, nodes, endpoints, listener, deadline)
         try:
-            connections = _meet(rank, neighbours, name, deadline, _nothing)
+            connections = _meet(rank, neighbours, doorway, name, deadline, _nothing)
         except BaseException:
             tcp.close()
             raise
@@ -83,15 +87,24 @@ def agree_on_programs(hub: Hub, num_programs: int, kind: str, timeout: float) ->
 
 
 def _meet(
-    rank: int, ranks: Sequence[int], name: str, deadline: float, check: Callable[[], None]
+    rank: int,
+    ranks: Sequence[int],
+    doorway: socket.socket | None,
+    name: str,
+    deadline: float,
+    check: Callable[[], None],
 ) -> dict[int, socket.socket]:
-    """Connects the ranks of one host: the first with each other one, which are connected to it alone."""
-    if rank != ranks[0]:
-        return {ranks[0]: _dial(name, rank, ranks[0], deadline, check)}
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.bind("\0" + name)  # abstract: no file, and gone with its owner
-        listener.listen(len(ranks))
-        return _accept(listener, ranks, deadline, check)
+    """Connects the ranks of one host: the first, at whose `doorway` the others come, with each; they with it alone."""
+    if rank == ranks[0] and doorway is not None:
+        return _accept(doorway, ranks, deadline, check)
+    return {ranks[0]: _dial(name, rank, ranks[0], deadline, check)}
+
+
+def _listen(name: str, size: int) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind("\0" + name)  # abstract: no file, and gone with its owner
+    listener.listen(size)
+    return listener
 
 
 def _dial(name: str, rank: int, leader: int, deadline: float, check: Callable[[], None]) -> socket.socket:
