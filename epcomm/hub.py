@@ -25,6 +25,17 @@ Message = tuple[bytes, list[int]]
 Check = Callable[[], None]
 
 
+def _receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    """So many bytes. One call may return fewer: if the process is stopped in it and goes on."""
+    received = bytearray()
+    while len(received) < num_bytes:
+        chunk = connection.recv(num_bytes - len(received), socket.MSG_WAITALL)
+        if not chunk:
+            raise ConnectionResetError("the connection ended within a message")
+        received += chunk
+    return bytes(received)
+
+
 def _close_all(messages: Iterable[Message]) -> None:
     for _, descriptors in messages:
         for descriptor in descriptors:
@@ -158,18 +169,17 @@ class Hub:
         connection = self._connections[rank]
         try:
             header, ancillary, _, _ = connection.recvmsg(_HEADER.size, socket.CMSG_SPACE(4 * 253), _WHOLE)
-            if len(header) < _HEADER.size:
-                raise self._lost(rank)
+            header += _receive_exactly(connection, _HEADER.size - len(header))
             length, num_descriptors, lost, generation = _HEADER.unpack(header)
             if lost >= 0:
                 raise self._lost(lost)
-            payload = connection.recv(length, socket.MSG_WAITALL) if length else b""
+            payload = _receive_exactly(connection, length)
         except OSError:
             raise self._lost(rank) from None
         descriptors = array.array("i")
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 descriptors.frombytes(data[: len(data) - len(data) % 4])
-        if len(descriptors) != num_descriptors or len(payload) < length:
+        if len(descriptors) != num_descriptors:
             raise self._lost(rank)
         return generation, (payload, descriptors.tolist())
