@@ -1,57 +1,72 @@
-"""The side channel that ranks keep: a Unix socket per rank to rank 0, the hub.
+"""How ranks meet: what they tell each other through a rendezvous, and the connections that they then make.
 
-A rendezvous only has to spread the hub's name. All that follows, descriptors of shared memory included, travels through
-the hub, so a communicator outlives the group or store that introduced its ranks.
+Ranks of one host connect to its leader, the lowest of them, by a Unix socket. With several hosts, leaders connect to
+the first leader, and every rank to the leaders of other hosts, over TCP.
 """
 
 from __future__ import annotations
 
-import array
 import builtins
 import contextlib
+import json
 import os
-import select
 import socket
 import struct
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 
-from epcomm.errors import ConfigError, PeerLostError, TimeoutError, UnsupportedError
+from epcomm.errors import ConfigError, TimeoutError
+from epcomm.hub import Hub
+from epcomm.links import Links
 from epcomm.rendezvous import LaunchedRank, Rendezvous, host_identity
+from epcomm.tcp import Endpoint, Listener, dial, local_addresses
+from epcomm.wide_hub import WideHub, number_nodes
 
-_POLL_MS = 20
-_HEADER = struct.Struct("<qiiq")  # payload bytes, descriptors, rank that was lost (-1: none), generation
-_WHOLE = socket.MSG_WAITALL | socket.MSG_CMSG_CLOEXEC
-Message = tuple[bytes, list[int]]
+_POLL_SECONDS = 0.02
+_HUB, _LINK = 1, 2  # what a TCP connection is for
 
 
 def connect(rendezvous: Rendezvous | LaunchedRank, timeout: float) -> Hub:
-    """Meets the other ranks and returns the hub connection. Raises `UnsupportedError` if they are on several hosts."""
+    """Meets the other ranks and returns the hub connection."""
     rank, size = rendezvous.rank, rendezvous.size
     deadline = time.monotonic() + timeout
-    listener, check = None, _nothing
-    if isinstance(rendezvous, LaunchedRank):
-        name, check = rendezvous.next_hub_name(), rendezvous.check
-        if rank == 0:
-            listener = _listen(name, size)
-    else:
-        name = f"epcomm-{uuid.uuid4().hex}"
-        if rank == 0:  # listen first: whoever learns the name can connect
-            listener = _listen(name, size)
-        texts = rendezvous.allgather(f"{host_identity()} {name}", timeout)
-        hosts, names = zip(*(text.rsplit(" ", 1) for text in texts), strict=True)
-        if len(set(hosts)) > 1:
-            raise UnsupportedError(
-                f"rank {rank}: init: the CPU target has no network, and the ranks are on several hosts: "
-                + ", ".join(f"rank {r} on {host}" for r, host in enumerate(hosts))
-                + "; make one communicator per host (a group or store of the ranks that share it)"
-            )
-        name = names[0]
-    if listener is None:
-        return Hub(rank, size, [_dial(name, rank, deadline, check)])
-    with listener:
-        return Hub(rank, size, _accept(listener, size, deadline, check))
+    if isinstance(rendezvous, LaunchedRank):  # all on this machine
+        name = rendezvous.next_hub_name()
+        with _listen(name, size) if rank == 0 else contextlib.nullcontext() as doorway:
+            return Hub(rank, range(size), _meet(rank, range(size), doorway, name, deadline, rendezvous.check))
+    name = f"epcomm-{uuid.uuid4().hex}"
+    # listens first: whoever learns the name can connect
+    with contextlib.closing(Listener(rank)) as listener, _listen(name, size) as doorway:
+        endpoint = listener.endpoint(local_addresses(rendezvous.store_hosts()))
+        card = _Card(host_identity(), name, asdict(endpoint))
+        texts = rendezvous.allgather(json.dumps(asdict(card)), timeout)
+        cards = [_Card(**json.loads(text)) for text in texts]
+        nodes, leaders = number_nodes([card.host for card in cards])
+        neighbours = [peer for peer, node in enumerate(nodes) if node == nodes[rank]]
+        name = cards[neighbours[0]].name
+        if len(leaders) == 1:
+            return Hub(rank, neighbours, _meet(rank, neighbours, doorway, name, deadline, _nothing))
+        endpoints = {leader: Endpoint(**cards[leader].endpoint) for leader in leaders}
+        tcp = _meet_hosts(rank, nodes, endpoints, listener, deadline)
+        try:
+            connections = _meet(rank, neighbours, doorway, name, deadline, _nothing)
+        except BaseException:
+            tcp.close()
+            raise
+        between = Hub(rank, leaders, tcp.between) if rank in leaders else None
+        return WideHub(rank, nodes, connections, between, Links(tcp.up, tcp.down), tcp.addresses(rank, nodes, leaders))
+
+
+@dataclass
+class _Card:
+    """What a rank tells all others: its host, the name under which it would be found there, and where it listens."""
+
+    host: str
+    name: str
+    endpoint: dict
 
 
 def _nothing() -> None:
@@ -68,6 +83,23 @@ def agree_on_programs(hub: Hub, num_programs: int, kind: str, timeout: float) ->
     return min(struct.unpack("<q", payload[:8])[0] for payload in payloads)
 
 
+# ---- one host
+
+
+def _meet(
+    rank: int,
+    ranks: Sequence[int],
+    doorway: socket.socket | None,
+    name: str,
+    deadline: float,
+    check: Callable[[], None],
+) -> dict[int, socket.socket]:
+    """Connects the ranks of one host: the first, at whose `doorway` the others come, with each; they with it alone."""
+    if rank == ranks[0] and doorway is not None:
+        return _accept(doorway, ranks, deadline, check)
+    return {ranks[0]: _dial(name, rank, ranks[0], deadline, check)}
+
+
 def _listen(name: str, size: int) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind("\0" + name)  # abstract: no file, and gone with its owner
@@ -75,33 +107,35 @@ def _listen(name: str, size: int) -> socket.socket:
     return listener
 
 
-def _dial(name: str, rank: int, deadline: float, check: Callable[[], None]) -> socket.socket:
+def _dial(name: str, rank: int, leader: int, deadline: float, check: Callable[[], None]) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     while True:
         try:
             connection.connect("\0" + name)
             connection.sendall(struct.pack("<q", rank))
             return connection
-        except ConnectionRefusedError:  # rank 0 isn't listening yet
+        except ConnectionRefusedError:  # the leader isn't listening yet
             check()
             if time.monotonic() > deadline:
                 connection.close()
-                raise TimeoutError(f"rank {rank}: init: rank 0 did not come in time") from None
+                raise TimeoutError(f"rank {rank}: init: rank {leader} did not come in time") from None
             time.sleep(0.002)
 
 
 def _accept(
-    listener: socket.socket, size: int, deadline: float, check: Callable[[], None]
-) -> list[socket.socket]:
-    """The connections of ranks 1.. in rank order; all are closed if one doesn't come."""
+    listener: socket.socket, ranks: Sequence[int], deadline: float, check: Callable[[], None]
+) -> dict[int, socket.socket]:
+    """The connections of all ranks but the first; all are closed if one doesn't come."""
     connections: dict[int, socket.socket] = {}
-    listener.settimeout(_POLL_MS / 1000)
+    listener.settimeout(_POLL_SECONDS)
     try:
-        while len(connections) < size - 1:
+        while len(connections) < len(ranks) - 1:
             check()
             if time.monotonic() > deadline:
-                missing = [rank for rank in range(1, size) if rank not in connections]
-                raise TimeoutError(f"rank 0: init: rank(s) {missing} of {size} did not come in time")
+                missing = [rank for rank in ranks[1:] if rank not in connections]
+                raise TimeoutError(
+                    f"rank {ranks[0]}: init: rank(s) {missing} of {len(ranks)} on this host did not come in time"
+                )
             with contextlib.suppress(builtins.TimeoutError):
                 connection, _ = listener.accept()
                 rank = _greeting(connection)
@@ -111,7 +145,7 @@ def _accept(
         for connection in connections.values():
             connection.close()
         raise
-    return [connections[rank] for rank in range(1, size)]
+    return connections
 
 
 def _greeting(connection: socket.socket) -> int | None:
@@ -129,120 +163,64 @@ def _greeting(connection: socket.socket) -> int | None:
     return struct.unpack("<q", greeting)[0]
 
 
-def _close_all(messages: list[Message]) -> None:
-    for _, descriptors in messages:
-        for descriptor in descriptors:
-            os.close(descriptor)
+# ---- several hosts
 
 
-class Hub:
-    """All-gather of bytes and file descriptors between the ranks of one machine, through rank 0."""
+@dataclass
+class _Tcp:
+    """A rank's TCP connections: leaders among each other, up to leaders of other hosts, down from ranks elsewhere."""
 
-    def __init__(self, rank: int, size: int, connections: list[socket.socket]):
-        self.rank, self.size, self.nodes = rank, size, [0] * size
-        self._connections = connections  # on rank 0: ranks 1, 2, ...; elsewhere: rank 0
-        self.generation = 2  # twice the runtime's, odd in a reset: tells exchanges apart that a failure cut short
-        self._early: dict[int, tuple[int, Message]] = {}  # from ranks that have reset already
-
-    def allgather(
-        self, payload: bytes, descriptors: Sequence[int] = (), *, timeout: float, check: Callable[[], None]
-    ) -> list[Message]:
-        """Everyone's payload and (duplicated) descriptors, by rank. `check` is called while waiting and may raise.
-
-        Raises `PeerLostError` if a rank's end is closed, `TimeoutError` at the deadline.
-        """
-        deadline = time.monotonic() + timeout
-        messages: list[Message] = []
-        others = range(1, self.size)
-        try:
-            if self.rank != 0:  # rank 0 passes on what comes from all ranks, this one included
-                with contextlib.suppress(PeerLostError):  # what rank 0 sent last says who was lost
-                    self._send(0, payload, descriptors)
-                for _ in range(self.size):
-                    messages.append(self._receive(0, deadline, check))
-                return messages
-            messages.append((payload, [os.dup(descriptor) for descriptor in descriptors]))
-            for rank in others:
-                messages.append(self._receive(rank, deadline, check))
-            for rank in others:
-                for message, received in messages:
-                    self._send(rank, message, received)
-            return messages
-        except BaseException as error:
-            _close_all(messages)
-            if self.rank == 0 and isinstance(error, PeerLostError):
-                for rank in others:
-                    self._try_send_lost(rank, error.rank)
-            raise
-
-    def barrier(self, *, timeout: float, check: Callable[[], None]) -> None:
-        """Returns once every rank has come."""
-        _close_all(self.allgather(b"", timeout=timeout, check=check))
+    between: dict[int, socket.socket]
+    up: dict[int, socket.socket]
+    down: dict[int, socket.socket]
 
     def close(self) -> None:
-        for connection in self._connections:
+        for connection in (*self.between.values(), *self.up.values(), *self.down.values()):
             connection.close()
-        self._connections = []
 
-    def _socket(self, rank: int) -> socket.socket:
-        return self._connections[rank - 1 if self.rank == 0 else 0]
+    def addresses(self, rank: int, nodes: Sequence[int], leaders: Sequence[int]) -> list[str]:
+        """By rank, the address of its host; of this one the address that others see."""
+        by_node = {nodes[leader]: link.getpeername()[0] for leader, link in self.up.items()}
+        by_node[nodes[rank]] = next(iter(self.up.values())).getsockname()[0]
+        return [by_node[node] for node in nodes]
 
-    def _lost(self, rank: int) -> PeerLostError:
-        return PeerLostError(f"rank {self.rank}: rank {rank} closed its connection: its process ended or closed", rank)
 
-    def _send(self, rank: int, payload: bytes, descriptors: Sequence[int]) -> None:
+def _meet_hosts(
+    rank: int, nodes: Sequence[int], endpoints: dict[int, Endpoint], listener: Listener, deadline: float
+) -> _Tcp:
+    """Makes the connections between hosts. A leader answers while it dials: so do those that it dials."""
+    leaders = list(endpoints)
+    elsewhere = [peer for peer, node in enumerate(nodes) if node != nodes[rank]]
+    wanted = [(_LINK, peer) for peer in elsewhere] if rank in leaders else []
+    wanted += [(_HUB, leader) for leader in leaders[1:] if rank == leaders[0]]
+    tcp = _Tcp({}, {}, {})
+    failed: list[BaseException] = []
+
+    def check() -> None:
+        if failed:
+            raise failed[0]
+
+    def answer() -> dict[tuple[int, int], socket.socket]:
         try:
-            header = _HEADER.pack(len(payload), len(descriptors), -1, self.generation)
-            socket.send_fds(self._socket(rank), [header], list(descriptors))
-            if payload:  # a peer that has all it waits for may already have closed
-                self._socket(rank).sendall(payload)
-        except OSError:
-            raise self._lost(rank) from None
+            return listener.accept(wanted, deadline, check)
+        except BaseException as error:
+            failed.append(error)
+            raise
 
-    def _try_send_lost(self, rank: int, lost: int) -> None:
+    with ThreadPoolExecutor(1, "epcomm-answer") as pool:
+        if wanted:
+            listener.listen(len(wanted))
+            answered = pool.submit(answer)
         try:
-            self._socket(rank).sendall(_HEADER.pack(0, 0, lost, self.generation))
-        except OSError:
-            return  # that rank is lost as well
-
-    def _receive(self, rank: int, deadline: float, check: Callable[[], None]) -> Message:
-        poller = select.poll()
-        poller.register(self._socket(rank), select.POLLIN)
-        while True:
-            if rank in self._early and self._early[rank][0] == self.generation:
-                return self._early.pop(rank)[1]
-            if rank not in self._early and poller.poll(_POLL_MS):
-                generation, message = self._read(rank)
-                if generation == self.generation:
-                    return message
-                if generation > self.generation:
-                    self._early[rank] = generation, message
-                else:
-                    _close_all([message])
-                continue
-            check()
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {self.rank}: rank {rank} did not come to the exchange in time")
-            if rank in self._early:
-                time.sleep(_POLL_MS / 1000)
-
-    def _read(self, rank: int) -> tuple[int, Message]:
-        """One message and its generation."""
-        connection = self._socket(rank)
-        try:
-            header, ancillary, _, _ = connection.recvmsg(_HEADER.size, socket.CMSG_SPACE(4 * 253), _WHOLE)
-            if len(header) < _HEADER.size:
-                raise self._lost(rank)
-            length, num_descriptors, lost, generation = _HEADER.unpack(header)
-            if lost >= 0:
-                raise self._lost(lost)
-            payload = connection.recv(length, socket.MSG_WAITALL) if length else b""
-        except OSError:
-            raise self._lost(rank) from None
-        descriptors = array.array("i")
-        for level, kind, data in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                descriptors.frombytes(data[: len(data) - len(data) % 4])
-        if len(descriptors) != num_descriptors or len(payload) < length:
-            raise self._lost(rank)
-        return generation, (payload, descriptors.tolist())
+            for leader in leaders:
+                if leader != rank and leader in elsewhere:
+                    tcp.up[leader] = dial(endpoints[leader], _LINK, rank, deadline, check)
+            if rank in leaders[1:]:
+                tcp.between[leaders[0]] = dial(endpoints[leaders[0]], _HUB, rank, deadline, check)
+            for (purpose, peer), connection in (answered.result() if wanted else {}).items():
+                (tcp.between if purpose == _HUB else tcp.down)[peer] = connection
+        except BaseException as error:
+            failed.append(error)
+            tcp.close()
+            raise
+    return tcp

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from epcomm import bootstrap
 from epcomm.collectives.bind import Binder
 from epcomm.collectives.ops import Collectives
 from epcomm.collectives.point_to_point import PointToPoint
 from epcomm.errors import ConfigError
+from epcomm.hub import Hub
 from epcomm.kernels.protocol.collectives import collective_regions
 from epcomm.kernels.target import Target
 from epcomm.moe.config import make_config
@@ -32,7 +32,7 @@ class Communicator:
     communicator is then failed until `reset`. SIGINT ends a wait of the main thread.
     """
 
-    def __init__(self, hub: bootstrap.Hub, target: Target, num_programs: int, timeout: float):
+    def __init__(self, hub: Hub, target: Target, num_programs: int, timeout: float):
         self.rank, self.size = hub.rank, hub.size
         self.device, self.transport = target.device, target.transport
         regions = collective_regions(self.size, num_programs, target.copy_engine_bytes)

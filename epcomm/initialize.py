@@ -46,8 +46,8 @@ def init(
             the GPUs' copy engines; a kernel of one program is left for the barriers, and for what computes.
         timeout: seconds that an operation may wait for its peers.
 
-    Raises ConfigError for a wrong argument, UnsupportedError if the ranks are on several hosts or `device` can't be
-    used, TimeoutError if not all ranks came in time.
+    Raises ConfigError for a wrong argument, UnsupportedError if the ranks of a CUDA device are on several hosts or
+    `device` can't be used, TimeoutError if not all ranks came in time.
     """
     target = _target(torch.device("cpu" if device is None else device), sm_budget)
     if transport not in ("auto", target.transport):
@@ -62,6 +62,11 @@ def init(
         wanted = num_threads if target.runs_on_threads else sm_budget
         wanted = wanted or target.default_num_programs(hub.size)
         num_programs = bootstrap.agree_on_programs(hub, wanted, target.kind, timeout)
+        if len(hub.leaders) > 1 and not target.kind.startswith("cpu"):
+            raise UnsupportedError(
+                f"init: rank {hub.rank}: {target.name} has no network, and the ranks are on {len(hub.leaders)} hosts: "
+                f"the nodes by rank are {hub.nodes}; make one communicator per host (a group or store of its ranks)"
+            )
         communicator = Communicator(hub, target, num_programs, timeout)
     except BaseException:
         hub.close()  # peers that wait for this rank see it go

@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cloudpickle
@@ -110,7 +110,7 @@ def _launch_threads(fn: Callable[..., Any], num_ranks: int, args: tuple[Any, ...
 class RankProcess:
     """A started rank: its process, and the pipe its answers come through."""
 
-    def __init__(self, rank: int, size: int, name: str, num_threads: int):
+    def __init__(self, rank: int, size: int, name: str, num_threads: int, prefix: Sequence[str] = ()):
         self.rank = rank
         task_read, self._task_write = os.pipe()
         self.answers, answer_write = os.pipe()
@@ -120,7 +120,7 @@ class RankProcess:
             f"from epcomm.launcher import _serve; _serve({task_read}, {answer_write}, {os.getpid()})"
         )
         self.process = subprocess.Popen(
-            [sys.executable, "-c", command],
+            [*prefix, sys.executable, "-c", command],
             pass_fds=(task_read, answer_write),
             env=environment,
             stdin=subprocess.DEVNULL,

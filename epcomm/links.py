@@ -1,83 +1,139 @@
-"""TCP connections between every two ranks on different hosts."""
+"""Links: connections between hosts that carry no payload, but failures, texts of operations and goodbyes.
+
+Each rank has one to the leader of each other host. The leader's end raises the abort words of its host for a rank that
+fails elsewhere, or whose link ends without a goodbye: its process has ended. The process's monitor thread reads links.
+"""
 
 from __future__ import annotations
 
-import pickle
-import secrets
+import contextlib
+import queue
 import socket
 import struct
-import time
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
 
-from epcomm.bootstrap import Hub
-from epcomm.errors import TimeoutError
+from epcomm import monitor
 
-_GREETING = struct.Struct("<q16s")  # rank, token
-_STEP = 0.5  # seconds that a connection attempt takes before the caller's check is called
+_FRAME = struct.Struct("<qqqqq")  # kind, then what `_Link.send` says
+_NOTICE, _ASK, _ANSWER, _GOODBYE = range(4)
+_READ_BYTES = 1 << 16
 
 
-def connect_links(hub: Hub, timeout: float, check: Callable[[], None]) -> dict[int, socket.socket]:
-    """Collective: a connected socket by rank, to each that is on another host. The lower of two ranks listens.
+class Listener(Protocol):
+    """What a rank does with what it hears from other hosts."""
 
-    Raises `TimeoutError` if one doesn't come, or what `check` raises.
-    """
-    deadline, others = time.monotonic() + timeout, [
-        rank for rank in range(hub.size) if hub.nodes[rank] != hub.nodes[hub.rank]
-    ]
-    with socket.create_server((hub.addresses[hub.rank], 0), backlog=hub.size) as listener:
-        offer = pickle.dumps((listener.getsockname()[1], secrets.token_bytes(16)))
-        offers = [pickle.loads(message) for message, _ in hub.allgather(offer, timeout=timeout, check=check)]
-        links: dict[int, socket.socket] = {}
+    def lost(self, rank: int) -> None:
+        """A rank of another host, which a leader hears of for its host, or the leader of another host, is gone."""
+
+    def failed(self, rank: int, generation: int, reason: int, text: bytes) -> None:
+        """A rank of another host failed; only a leader is told, for its host."""
+
+    def text_of(self, rank: int, fingerprint: int) -> str | None:
+        """The text of an operation that a rank of this leader's host is in."""
+
+
+@dataclass
+class _Link:
+    """One end of a connection; `rank` is at the other."""
+
+    rank: int
+    connection: socket.socket
+    received: bytearray = field(default_factory=bytearray)
+
+    def send(self, kind: int, number: int = 0, reason: int = 0, rank: int = 0, text: bytes = b"") -> None:
+        """Sends a frame (number: generation or fingerprint). Never waits: a peer that reads nothing isn't told.
+
+        A frame is one call, which the kernel doesn't mix with another thread's.
+        """
+        with contextlib.suppress(OSError):  # gone: whoever reads this end finds out
+            self.connection.send(_FRAME.pack(kind, number, reason, rank, len(text)) + text, socket.MSG_DONTWAIT)
+
+    def receive(self) -> bool:
+        """Takes what has come; False once the other end is gone."""
         try:
-            for rank in others:
-                if rank < hub.rank:
-                    port, token = offers[rank]
-                    links[rank] = _dial((hub.addresses[rank], port), rank, deadline, check)
-                    links[rank].sendall(_GREETING.pack(hub.rank, token))
-            while missing := [rank for rank in others if rank not in links]:
-                _accept(listener, offers[hub.rank][1], missing, links, deadline, check)
-        except BaseException:
-            for link in links.values():
-                link.close()
-            raise
-    for link in links.values():
-        link.settimeout(None)
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return links
+            chunk = self.connection.recv(_READ_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        self.received += chunk
+        return bool(chunk)
+
+    def next_frame(self) -> tuple[int, int, int, int, bytes] | None:
+        """(kind, number, reason, rank, text), once it is complete."""
+        if len(self.received) < _FRAME.size:
+            return None
+        *numbers, length = _FRAME.unpack_from(self.received)
+        end = _FRAME.size + length
+        if len(self.received) < end:
+            return None
+        text = bytes(self.received[_FRAME.size : end])
+        del self.received[:end]
+        kind, number, reason, rank = numbers
+        return kind, number, reason, rank, text
 
 
-def _too_late(deadline: float, what: str, check: Callable[[], None]) -> None:
-    check()
-    if time.monotonic() > deadline:
-        raise TimeoutError(f"init: {what} in time")
+class Links:
+    """The links of one rank: `up` to the leaders of other hosts; on a leader also `down`, from the ranks elsewhere."""
 
+    def __init__(self, up: Mapping[int, socket.socket], down: Mapping[int, socket.socket]):
+        self._up = {rank: _Link(rank, connection) for rank, connection in up.items()}
+        self._all = [*self._up.values(), *(_Link(rank, connection) for rank, connection in down.items())]
+        self._answers: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
+        self._is_closed = False
 
-def _dial(address: tuple[str, int], rank: int, deadline: float, check: Callable[[], None]) -> socket.socket:
-    while True:
+    def listen(self, listener: Listener) -> None:
+        """From now on tells `listener`, from the monitor's thread."""
+        for link in self._all:
+            monitor.watch(link.connection.fileno(), partial(self._read, link, listener))
+
+    def tell_failure(self, generation: int, reason: int, text: bytes) -> None:
+        """Tells all other hosts that this rank has failed."""
+        for link in self._up.values():
+            link.send(_NOTICE, generation, reason, text=text)
+
+    def ask_text(self, leader: int, rank: int, fingerprint: int, seconds: float) -> str | None:
+        """The text of an operation that `rank` is in, whose host has that leader; None if it isn't known there."""
+        while not self._answers.empty():  # of an earlier question, that came too late
+            self._answers.get()
+        self._up[leader].send(_ASK, fingerprint, rank=rank)
         try:
-            return socket.create_connection(address, timeout=_STEP)
-        except OSError as error:
-            _too_late(deadline, f"rank {rank} could not be reached at {address[0]}:{address[1]} ({error})", check)
-            time.sleep(0.01)
+            number, text = self._answers.get(timeout=seconds)
+        except queue.Empty:
+            return None
+        return text.decode(errors="replace") if text and number == fingerprint else None
 
+    def leave(self) -> None:
+        """Says goodbye, so that nobody takes the end of the links for that of this process, and closes them."""
+        if not self._is_closed:
+            for link in self._all:
+                link.send(_GOODBYE)
+        self.close()
 
-def _accept(
-    listener: socket.socket, token: bytes, missing: list[int], links: dict[int, socket.socket], deadline: float,
-    check: Callable[[], None],
-) -> None:  # fmt: skip
-    """Takes one connection, if it is that of a missing rank."""
-    listener.settimeout(_STEP)
-    try:
-        link, _ = listener.accept()
-    except OSError:
-        return _too_late(deadline, f"rank(s) {missing} did not connect", check)
-    link.settimeout(_STEP)
-    try:
-        greeting = link.recv(_GREETING.size, socket.MSG_WAITALL)
-    except OSError:
-        greeting = b""
-    rank, given = _GREETING.unpack(greeting) if len(greeting) == _GREETING.size else (-1, b"")
-    if rank in missing and secrets.compare_digest(given, token):
-        links[rank] = link
-    else:
-        link.close()
+    def close(self) -> None:
+        """Closes this process's ends."""
+        if not self._is_closed:
+            self._is_closed = True
+            monitor.forget([link.connection.fileno() for link in self._all])
+            for link in self._all:
+                link.connection.close()
+
+    def _read(self, link: _Link, listener: Listener) -> bool:
+        """Handles what has come on a link; False if nothing more will."""
+        is_alive = link.receive()
+        while (frame := link.next_frame()) is not None:
+            kind, number, reason, rank, text = frame
+            if kind == _GOODBYE:
+                return False
+            if kind == _NOTICE:
+                listener.failed(link.rank, number, reason, text)
+            elif kind == _ASK:
+                link.send(_ANSWER, number, text=(listener.text_of(rank, number) or "").encode())
+            elif kind == _ANSWER:
+                self._answers.put((number, text))
+        if not is_alive and not self._is_closed:
+            listener.lost(link.rank)
+        return is_alive

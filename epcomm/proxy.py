@@ -7,6 +7,7 @@ written down, and words of a frame are raised after its bytes are in place.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import select
 import socket
@@ -19,8 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from epcomm import tcp
 from epcomm.device.cpu import network
 from epcomm.errors import TimeoutError
+from epcomm.hub import Hub
 
 _COUNT = struct.Struct("<q")
 _ENTRY_WORDS = 4  # window, offset, number of bytes (or what the record does instead), value
@@ -237,3 +240,34 @@ def _fill(link: socket.socket, buffers: list[memoryview]) -> bool:
     return True
 
 
+# ---- connecting
+
+_PAYLOAD = 0  # purpose of a connection
+
+
+def connect_proxies(hub: Hub, timeout: float, check: Callable[[], None]) -> dict[int, socket.socket]:
+    """Collective: a connected socket by rank to each that is on another host. The lower of two ranks listens.
+
+    Raises `TimeoutError` if one doesn't come, or what `check` raises.
+    """
+    deadline = time.monotonic() + timeout
+    elsewhere = [rank for rank in range(hub.size) if hub.nodes[rank] != hub.nodes[hub.rank]]
+    listener = tcp.Listener(hub.rank)
+    with contextlib.closing(listener):
+        listener.listen(hub.size)
+        own = listener.endpoint([])
+        messages = hub.allgather(f"{own.port} {own.token}".encode(), timeout=timeout, check=check)
+        links: dict[int, socket.socket] = {}
+        try:
+            for rank in elsewhere:
+                if rank < hub.rank:
+                    port, token = messages[rank][0].decode().split()
+                    endpoint = tcp.Endpoint(rank, [hub.addresses[rank]], int(port), token)
+                    links[rank] = tcp.dial(endpoint, _PAYLOAD, hub.rank, deadline, check)
+            wanted = {(_PAYLOAD, rank): rank for rank in elsewhere if rank > hub.rank}
+            links |= {wanted[key]: link for key, link in listener.accept(wanted, deadline, check).items()}
+        except BaseException:
+            for link in links.values():
+                link.close()
+            raise
+    return links

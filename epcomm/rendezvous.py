@@ -1,4 +1,4 @@
-"""Who the ranks of a communicator are: a rendezvous tells a rank its place and spreads one short text.
+"""Who the ranks of a communicator are: a rendezvous tells a rank its place and spreads one text of each.
 
 That is a torch store, a process group, or what `epcomm.launch` told the rank.
 """
@@ -17,12 +17,14 @@ from epcomm.errors import ConfigError, PeerFailedError, TimeoutError
 
 
 class Rendezvous(Protocol):
-    """What a bootstrap needs from outside: who I am, and one all-gather of a short text."""
+    """What a bootstrap needs from outside: who I am, one all-gather of a text, and hosts that all ranks can reach."""
 
     rank: int
     size: int
 
     def allgather(self, text: str, timeout: float) -> list[str]: ...
+
+    def store_hosts(self) -> list[str]: ...
 
 
 @dataclass
@@ -48,6 +50,9 @@ class StoreRendezvous:
             ) from error
         return [self.store.get(name).decode() for name in names]
 
+    def store_hosts(self) -> list[str]:
+        return _store_hosts(self.store)
+
 
 @dataclass
 class GroupRendezvous:
@@ -70,6 +75,12 @@ class GroupRendezvous:
         texts: list[Any] = [None] * self.size
         dist.all_gather_object(texts, text, group=self.group)
         return texts
+
+    def store_hosts(self) -> list[str]:
+        import torch.distributed as dist
+
+        group: Any = dist.group.WORLD if self.group is None else self.group
+        return _store_hosts(group.get_group_store()) if hasattr(group, "get_group_store") else []
 
 
 @dataclass
@@ -123,6 +134,13 @@ def find_rendezvous(group: Any, store: Any, rank: int | None, world_size: int | 
         env_store, env_rank, env_size = next(dist.rendezvous("env://"))
         return StoreRendezvous(env_store, env_rank, env_size)
     return LaunchedRank(0, 1, f"epcomm-{uuid.uuid4().hex}")
+
+
+def _store_hosts(store: Any) -> list[str]:
+    """The host of a `TCPStore`, which may be wrapped; none of other stores."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return [store.host] if hasattr(store, "host") else []
 
 
 def host_identity() -> str:

@@ -12,12 +12,9 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from epcomm import monitor
 from epcomm.abort import AbortRegion
-from epcomm.bootstrap import Hub
 from epcomm.device import control
 from epcomm.device.cpu.launch import Pool, load_claim, load_leave
 from epcomm.errors import (
@@ -30,10 +27,13 @@ from epcomm.errors import (
 )
 from epcomm.failures import awaited, error_found
 from epcomm.heap.cpu import SymmetricSegment
+from epcomm.hub import Hub
 from epcomm.kernels.target import Kernel, Target
-from epcomm.operation import Context, Operation, OperationTexts, ParameterBlock, find_text
+from epcomm.liveness import watch_peers
+from epcomm.operation import Context, Operation, OperationTexts, ParameterBlock
 
 LONGEST_TIMEOUT = 1e8  # seconds: three years; in nanoseconds it fits a word with room to spare
+_LONGEST_ANSWER = 2.0  # seconds that an error waits for a word from another host
 _SPINS_WITH_OWN_CORE, _SPINS_SHARING_CORES = 100, 20  # measured: best barrier times with and without idle cores
 
 
@@ -53,10 +53,10 @@ class Runtime:
         self.control = self._guarded(
             lambda: SymmetricSegment(self.rank, control_bytes, (), self._allgather), control_bytes
         )
-        target.start(num_programs, self.control.mappings, control.control_region_bytes(self.size))
+        target.start(num_programs, self.control.mapped, control.control_region_bytes(self.size))
         self.collectives = self.control if target.shares_control else self.segment(control_bytes)
         self._own = self.control.own.array(0, control_bytes)
-        self._abort = AbortRegion(self.rank, self.control)
+        self._abort = AbortRegion(hub, self.control)
         self.texts = OperationTexts(self._own)
         self.context = self.new_context(sequenced=True)
         if num_programs > 1 and target.runs_on_threads:
@@ -223,8 +223,10 @@ class Runtime:
 
     def _peer_text(self, peer: int, fingerprint: int) -> str | None:
         """The text that belongs to `fingerprint`, from the ring of the rank that is in that operation."""
-        ring_bytes = control.TEXT_BYTES * control.NUM_TEXTS
-        return find_text(self.control.mappings[peer].array(control.TEXTS, ring_bytes), fingerprint)
+        if self.control.mappings[peer] is not None:
+            return self._abort.text_of(peer, fingerprint)
+        leader = self.hub.leaders[self.hub.nodes[peer]]
+        return self.hub.links.ask_text(leader, peer, fingerprint, _LONGEST_ANSWER)
 
     # ---- liveness
 
@@ -234,14 +236,16 @@ class Runtime:
             messages = self._allgather(b"", [own])
         finally:
             os.close(own)
-        self._pidfds = []
-        for rank, (_, (pidfd,)) in enumerate(messages):
-            if rank == self.rank:
-                os.close(pidfd)
-            else:
-                self._pidfds.append(pidfd)
-                monitor.watch(pidfd, _PeerLost(weakref.ref(self), rank))
-        self._stop_watching = weakref.finalize(self, monitor.forget, self._pidfds)  # also if it is never closed
+        pidfds = {rank: received[0] for rank, (_, received) in enumerate(messages) if received}
+        os.close(pidfds.pop(self.rank))
+        this = weakref.ref(self)
+
+        def generation() -> int | None:
+            runtime = this()
+            return None if runtime is None or runtime.closed else runtime.generation
+
+        stop = watch_peers(self._abort, self.hub, pidfds, generation)
+        self._stop_watching = weakref.finalize(self, stop)  # also if it is never closed
         self._stop_watching.atexit = False
 
     # ---- reset and close
@@ -306,19 +310,6 @@ class Runtime:
                 with self._exclusively():
                     self._pool.stop()
             _live.discard(self)
-
-
-@dataclass
-class _PeerLost:
-    """What the monitor does when a peer's process ends; holds the runtime weakly, so that it can go unclosed."""
-
-    runtime: weakref.ref[Runtime]
-    rank: int
-
-    def __call__(self) -> None:
-        runtime = self.runtime()
-        if runtime is not None and not runtime.closed:
-            runtime._abort.tell_self(runtime.generation, control.PEER_LOST, self.rank)
 
 
 def _again(error: EpcommError) -> EpcommError:

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from failure_cases import SOON, WAITS, X, raised_by, works
 
 import epcomm
-from epcomm import bootstrap, rendezvous
-from epcomm.errors import ClosedError, ConfigError, PeerLostError, UnsupportedError
+from epcomm import rendezvous
+from epcomm.errors import ClosedError, ConfigError, PeerLostError
 from epcomm.errors import TimeoutError as EpcommTimeoutError
 from epcomm.testing.ranks import rank_outcomes, run_ranks
 
@@ -162,23 +162,6 @@ def test_rank_that_does_not_come(store_port: int) -> None:
     assert isinstance(outcomes[2][0].error, (EpcommTimeoutError, PeerLostError)), outcomes[2]
     for _, raised in (outcomes[0], outcomes[2]):
         assert isinstance(raised.error, EpcommTimeoutError) and "[1] of 3" in raised.text, raised
-
-
-def test_ranks_on_several_hosts(store_port: int) -> None:
-    def body() -> Any:
-        rank = not_launched()
-        own = bootstrap.host_identity()
-        bootstrap.host_identity = lambda: f"{own}-number-{rank // 2}"
-        try:
-            store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
-            return raised_by(epcomm.init, store=store, rank=rank, world_size=3, timeout=20.0)
-        finally:
-            bootstrap.host_identity = host_identity
-
-    host_identity = bootstrap.host_identity
-    for raised in run_ranks(body, 3):
-        assert isinstance(raised.error, UnsupportedError), raised
-        assert "rank 1 on" in raised.text and "-number-0" in raised.text and "-number-1" in raised.text, raised
 
 
 # ---- the default communicator

@@ -100,7 +100,9 @@ class Mapping:
 
 
 class SymmetricSegment:
-    """One segment of a heap: every rank's mapping of every rank's memory. ``bases`` holds the addresses, by rank.
+    """One segment of a heap: every rank's mapping of the memory of every rank of its host.
+
+    ``bases`` holds the addresses, by rank; for ranks of other hosts it holds 0, and ``mappings`` None.
 
     ``network`` is what a network needs to put bytes into it: the last words of its window, see `device.control`.
 
@@ -122,18 +124,20 @@ class SymmetricSegment:
             self.own = Mapping(descriptor, num_bytes)
             for offset, length in prefault:  # before any peer touches them: the pages are this rank's, on its node
                 self.own.prefault(offset, length)
-            descriptors = [received[0] for _, received in allgather(b"", [descriptor])]
+            descriptors = [received[0] if received else None for _, received in allgather(b"", [descriptor])]
         finally:
             os.close(descriptor)
         try:
             self.mappings = [
-                self.own if peer == rank else Mapping(peer_descriptor, num_bytes)
+                self.own if peer == rank else None if peer_descriptor is None else Mapping(peer_descriptor, num_bytes)
                 for peer, peer_descriptor in enumerate(descriptors)
             ]
         finally:
             for peer_descriptor in descriptors:
-                os.close(peer_descriptor)
-        for mapping in self.mappings:
+                if peer_descriptor is not None:
+                    os.close(peer_descriptor)
+        self.mapped = [mapping for mapping in self.mappings if mapping is not None]
+        for mapping in self.mapped:
             for offset, length in prefault:
                 mapping.prefault(offset, length)
-        self.bases = np.array([mapping.address for mapping in self.mappings], dtype=np.int64)
+        self.bases = np.array([mapping.address if mapping else 0 for mapping in self.mappings], dtype=np.int64)

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +74,21 @@ def rank_outcomes(
     `expendable` ranks may kill or stop themselves: they are killed once all others have returned. Their outcome is
     `RankDied`, unless they returned first.
     """
-    outcomes = _pool.outcomes(fn, num_ranks, args, ranks, timeout, expendable, None)
+    return outcomes_or_errors(_pool, fn, num_ranks, args, ranks=ranks, timeout=timeout, expendable=expendable)
+
+
+def outcomes_or_errors(
+    pool: Pool,
+    fn: Callable[..., Any],
+    num_ranks: int,
+    args: tuple[Any, ...],
+    *,
+    ranks: str = "processes",
+    timeout: float,
+    expendable: Collection[int],
+) -> list[Any]:
+    """`rank_outcomes` on the processes of a pool."""
+    outcomes = pool.outcomes(fn, num_ranks, args, ranks, timeout, expendable, None)
     return [outcome.error if isinstance(outcome, _Failure) else outcome for outcome in outcomes]
 
 
@@ -98,8 +112,8 @@ class _Failure:
 class _PooledProcess(RankProcess):
     """A process that waits for tasks, and writes its stacks to a memory file when it gets a signal."""
 
-    def __init__(self) -> None:
-        super().__init__(0, 1, "epcomm-pooled", num_threads=1)
+    def __init__(self, prefix: Sequence[str]):
+        super().__init__(0, 1, "epcomm-pooled", num_threads=1, prefix=prefix)
         self.is_loaded = False
         self._stacks = os.memfd_create("epcomm-stacks", os.MFD_CLOEXEC)
         self.send((_prepare, (f"/proc/{os.getpid()}/fd/{self._stacks}",)))
@@ -133,10 +147,14 @@ class _PooledProcess(RankProcess):
         return os.pread(self._stacks, size - before, before).decode(errors="replace") or "  it gave no stack"
 
 
-class _Pool:
-    """Processes that were started once and serve every call. Made for one calling thread."""
+class Pool:
+    """Processes that were started once and serve every call. Made for one calling thread.
 
-    def __init__(self) -> None:
+    With `prefixes`, of commands, there are so many processes, each started behind its prefix.
+    """
+
+    def __init__(self, prefixes: Sequence[Sequence[str]] = ()):
+        self._prefixes = prefixes
         self._processes: list[_PooledProcess] = []
         self._num_spares = 0  # 1 once a process was lost: tests that lose one come in series, and loading takes seconds
 
@@ -170,7 +188,8 @@ class _Pool:
     def _take(self, count: int) -> list[_PooledProcess]:
         self._discard([process for process in self._processes if not process.alive])
         while len(self._processes) < count + self._num_spares:
-            self._processes.append(_PooledProcess())
+            index = len(self._processes)
+            self._processes.append(_PooledProcess(self._prefixes[index] if self._prefixes else ()))
         loading = [process for process in self._processes[:count] if not process.is_loaded]
         for failure in self._collect(loading, _START_LIMIT, ()):  # so that a test's deadlines don't count it
             raise RankDied("a process for ranks could not be started; its own output says why") from failure.error
@@ -230,7 +249,7 @@ def _hang(members: list[_PooledProcess], outcomes: dict[int, list[Any]], timeout
     return hang
 
 
-_pool = _Pool()
+_pool = Pool()
 atexit.register(close_pool)
 
 
