@@ -27,7 +27,7 @@ from epcomm.kernels.protocol import sites
 
 @device
 def stage_but_part(x, slot, num_bytes, index, count):
-    """Stages a chunk, except part `index` of `count`, which this rank reduces itself; past the last part there is none."""
+    """Stages a chunk, except part `index` of `count`, if there is one: this rank reduces it itself."""
     part = part_bytes(num_bytes, count)
     low = min(num_bytes, index * part)
     high = min(num_bytes, low + part)
@@ -70,8 +70,8 @@ def _reduce_channel(ctx, args, channel, x, out, num_bytes):
                     return status
             for rank in range(size):
                 set_word(sources, rank, x + done * chunk + low if rank == me else peer(ctx, rank) + staged + at)
-            to, part_bytes = peer(ctx, me) + reduced + at, min(length, low + part) - low
-            call6(word(args, protocol.REDUCE), to, sources, size, part_bytes, size, 0)
+            to, own_bytes = peer(ctx, me) + reduced + at, min(length, low + part) - low
+            call6(word(args, protocol.REDUCE), to, sources, size, own_bytes, size, 0)
             signal(peer(ctx, me) + reduced_word, first + done + 1)
         if step > 1:
             done = step - 2

@@ -45,7 +45,8 @@ def send(ctx, args, program, num_programs):
             status = wait(ctx, own + word(args, protocol.INBOX_TAKEN), reused, rank, sites.MESSAGE_TAKEN)  # WAR
             if status != control.OK:
                 return status
-        inbox, outbox = _slot_offset(word(args, protocol.INBOX), count), _slot_offset(word(args, protocol.OUTBOX), count)
+        inbox = _slot_offset(word(args, protocol.INBOX), count)
+        outbox = _slot_offset(word(args, protocol.OUTBOX), count)
         slot = base + inbox if base != 0 else own + outbox
         start = piece * protocol.PIECE_BYTES
         length = min(protocol.PIECE_BYTES, num_bytes - start)

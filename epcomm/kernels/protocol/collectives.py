@@ -55,8 +55,8 @@ CHUNKS = 16  # per channel: chunks that went through the two-shot ring, and thro
 
 # ---- point to point: a ring of slots per sender in the receiver's memory; a slot is a header line, then bytes
 # parameter block: the peer, the message's fingerprint, the address of the count of slots that were filled so far; then
-# offsets: of the slots, of SENT in the receiver's segment, of TAKEN in the sender's, and of the slots from which a sender
-# puts if it can't store
+# offsets: of the slots, of SENT in the receiver's segment, of TAKEN in the sender's, and of a sender's own slots, from
+# which it puts where it can't store
 PEER, MESSAGE, COUNT = 7, 8, 9
 INBOX, INBOX_SENT, INBOX_TAKEN, OUTBOX = 10, 11, 12, 13
 NUM_MESSAGE_WORDS = 14
