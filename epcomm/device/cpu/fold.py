@@ -146,8 +146,9 @@ def loop_over_sources(builder: Any, num_sources: Any, fold_source: Callable[[Any
 def make_fold(name: str, fold: Fold) -> Any:
     """``f(destination, sources, weights, divisor, num_sources, num_items, streaming)`` for kernels.
 
-    There is at least one source. `streaming` is 0, another flag, or the address of the sources of the call that follows: as many addresses, whose
-    first bytes are then fetched while this call reads its last. `name` is that of the kernel which is made of it.
+    There is at least one source. `streaming` is 0, another flag, or the address of the sources of the call that
+    follows: as many addresses, whose first bytes are then fetched while this call reads its last. `name` is that of the
+    kernel which is made of it.
     """
     step_items, block_items = fold.step_items, fold.block_items(ACCUMULATORS)
     stream_items = fold.block_items(_STREAMING_ACCUMULATORS)
