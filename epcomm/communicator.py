@@ -35,7 +35,7 @@ class Communicator:
     def __init__(self, hub: Hub, target: Target, num_programs: int, timeout: float):
         self.rank, self.size = hub.rank, hub.size
         self.device, self.transport = target.device, target.transport
-        regions = collective_regions(self.size, num_programs, target.copy_engine_bytes)
+        regions = collective_regions(self.size, num_programs, target.copy_engine_bytes, max(hub.nodes) + 1)
         self._runtime = Runtime(target, hub, regions.size, num_programs, timeout)
         self._fifo = Fifo("epcomm-async", is_stream_ordered=self.device.type == "cuda")
         self._binder = Binder(self._runtime, regions, num_programs)

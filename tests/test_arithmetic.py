@@ -156,7 +156,7 @@ class Placed:
 
 @functools.cache
 def callable_reduction(dtype: torch.dtype, op: str) -> Any:
-    return ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 5)(reduction(dtype, op).address)
+    return ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 6)(reduction(dtype, op).address)
 
 
 @functools.cache
@@ -172,7 +172,7 @@ def reduce(
     out = Placed(torch.zeros_like(sources[0]), misaligned) if in_place is None else placed[in_place]
     table = np.array([source.address for source in placed], dtype=np.int64)
     call = callable_reduction(sources[0].dtype, op)
-    assert call(out.address, table.ctypes.data, len(sources), out.num_bytes, streaming) == 0
+    assert call(out.address, table.ctypes.data, len(sources), out.num_bytes, len(sources), streaming) == 0
     for array in (out, *placed):
         array.assert_guards_untouched()
     for k, source in enumerate(sources):
@@ -253,11 +253,11 @@ def test_kernels_that_two_processes_cached_stay_apart(tmp_path: Path) -> None:
     """Numba names machine code after a counter of the process, which is the same in the first two of these three."""
     for ops in (["sum"], ["avg"], ["sum", "avg"]):
         code = "import torch, numpy as np, ctypes\nfrom epcomm.kernels.cpu.reduction import reduction\n"
-        code += "call = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 5)\n"
+        code += "call = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 6)\n"
         code += "x = np.ones(100, dtype=np.float32)\ntable = np.array([x.ctypes.data] * 2)\n"
         for op in ops:
             code += f"out = np.zeros_like(x); run = call(reduction(torch.float32, {op!r}).address)\n"
-            code += "run(out.ctypes.data, table.ctypes.data, 2, 400, 0)\n"
+            code += "run(out.ctypes.data, table.ctypes.data, 2, 400, 2, 0)\n"
             code += f"assert (out == {2 if op == 'sum' else 1}).all(), ({op!r}, out)\n"
         environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
         subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=100)

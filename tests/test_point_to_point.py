@@ -8,28 +8,15 @@ from collections.abc import Callable
 import pytest
 import torch
 from collective_cases import payload, same_bits
+from collective_checks import check_messages
 
 import epcomm
-from epcomm.testing.adversary import Pauses
 from epcomm.testing.ranks import run_ranks
 
 
 def messages() -> None:
-    """A ring in which every pair has its own numbering, whatever the order of other calls."""
     with epcomm.init(timeout=30.0) as comm:
-        pause, size = Pauses(5, comm.rank), comm.size
-        following, previous = (comm.rank + 1) % size, (comm.rank - 1) % size
-        shapes = [(0,), (1,), (), (33,), (16_384,), (16_385,), (500_000,), (2, 3)]
-        for call, shape in enumerate(shapes * 2):
-            dtype = (torch.float32, torch.bool, torch.int64)[call % 3]
-            work = comm.send(payload(comm.rank, shape, dtype, call), following, tag=call, async_op=True)
-            pause()
-            if call % 3 == 0:
-                comm.barrier()  # messages stay outside of the sequence of collectives
-            out = torch.empty(shape, dtype=dtype)
-            assert comm.recv(out, previous, tag=call) is out
-            assert same_bits(out, payload(previous, shape, dtype, call)), (call, shape)
-            assert work is not None and work.wait()
+        check_messages(comm)
 
 
 @pytest.mark.parametrize("world, ranks", [(2, "processes"), (3, "processes"), (5, "processes"), (3, "threads")])

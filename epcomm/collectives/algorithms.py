@@ -12,12 +12,16 @@ ALGORITHMS = ("auto", "one_shot", "two_shot", "multimem")
 
 
 def check_algorithm(
-    where: str, algorithm: str, num_bytes: int, dtype: torch.dtype, op: str, has_multicast: bool
+    where: str, algorithm: str, num_bytes: int, dtype: torch.dtype, op: str, has_multicast: bool, spans_hosts: bool
 ) -> None:
     """Raises ConfigError if the algorithm can't do this reduction, UnsupportedError if it can't here."""
     argument = f"{where}: argument `algorithm`:"
     if algorithm not in ALGORITHMS:
         raise ConfigError(f"{argument} wanted one of {ALGORITHMS}, got {algorithm!r}")
+    if algorithm != "auto" and spans_hosts:
+        raise UnsupportedError(
+            f"{argument} {algorithm} reads other ranks' memory, and these ranks are on several hosts: only 'auto' works"
+        )
     if algorithm == "one_shot" and num_bytes > ONE_SHOT_BYTES:
         raise ConfigError(f"{argument} one_shot takes up to {ONE_SHOT_BYTES} bytes, got {num_bytes}")
     if algorithm == "multimem":
@@ -31,11 +35,13 @@ def check_algorithm(
             )
 
 
-def chosen_algorithm(algorithm: str, num_bytes: int) -> str:
+def chosen_algorithm(algorithm: str, num_bytes: int, spans_hosts: bool) -> str:
     """What `auto` means, the same on all ranks; anything else means itself.
 
     Never multimem, whose additions are in the switch's order: what `auto` gives has the same bits from run to run.
     """
+    if spans_hosts:
+        return "rails"
     if num_bytes == 0:
         return "one_shot"  # no chunk, no wait: in the others ranks would not even meet
     if algorithm != "auto":

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import itertools
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -11,9 +12,11 @@ import torch
 from epcomm.collectives.algorithms import chosen_algorithm
 from epcomm.collectives.copy_engine import CopyMove
 from epcomm.device.control import GENERATION_SHIFT
+from epcomm.heap.private import PrivateMemory
 from epcomm.kernels.protocol import collectives as protocol
 from epcomm.kernels.protocol.collectives import CollectiveRegions
-from epcomm.kernels.target import Kernel
+from epcomm.kernels.protocol.nodes import node_table
+from epcomm.kernels.target import Kernel, Target
 from epcomm.operation import Operation, ParameterBlock
 from epcomm.runtime import Runtime
 
@@ -31,6 +34,14 @@ class Binder:
         self._state = self._memory.array.view(np.int64)
         self._state[protocol.MULTICAST] = runtime.target.multicast(runtime.collectives)
         self.has_multicast = bool(self._state[protocol.MULTICAST])
+        self._nodes = _private_words(runtime.target, node_table(runtime.hub.nodes))
+        self.spans_hosts = max(runtime.hub.nodes) > 0
+        self._state[protocol.NODES] = self._nodes.address
+        self._state[protocol.PUSHED_WORDS : protocol.PARTIAL_SLOTS + 1] = (
+            regions.pushed,
+            regions.received,
+            regions.partial,
+        )
         self._state[protocol.BARRIER : protocol.NUM_CHANNELS + 1] = (
             regions.barrier,
             regions.tiny,
@@ -69,7 +80,7 @@ class Binder:
 
     def _operation(self, kernel: Kernel, args: ParameterBlock, text: str, table: Any = None) -> Operation:
         """Binds a kernel; the operation keeps alive what its parameter block points to."""
-        return self.runtime.operation(kernel, args, text, keep=(self._memory, self._sources, table))
+        return self.runtime.operation(kernel, args, text, keep=(self._memory, self._nodes, self._sources, table))
 
     def _block(self) -> ParameterBlock:
         args = ParameterBlock(self.runtime.target, protocol.NUM_WORDS)
@@ -86,7 +97,7 @@ class Binder:
         """Allreduce, or with `root` >= 0 a reduce to that rank."""
         args = self._block()
         args.words[protocol.ROOT] = root
-        chosen = chosen_algorithm(algorithm, num_bytes)
+        chosen = chosen_algorithm(algorithm, num_bytes, self.spans_hosts)
         return self._operation(self.runtime.target.reduce(args.words, chosen, dtype, op), args, text)
 
     def exchange(
@@ -102,11 +113,18 @@ class Binder:
         if self.runtime.target.copy_engine_bytes and reduction is None:
             return CopyMove(self.runtime, self.barrier(text), self._copies, table, max_pair_bytes, shared)
         args = self._block()
-        rows = np.array(table, dtype=np.int64)
-        memory = self.runtime.target.private(rows.nbytes)
-        memory.array[:] = rows.reshape(-1).view(np.uint8)
-        memory.publish()
+        memory = _private_words(self.runtime.target, itertools.chain(*table))
         args.words[protocol.TABLE] = memory.address
         args.words[protocol.MAX_PAIR_BYTES] = max_pair_bytes
         args.words[protocol.SHARED] = shared
-        return self._operation(self.runtime.target.exchange(args.words, reduction), args, text, memory)
+        kernel = self.runtime.target.exchange(args.words, reduction, self.spans_hosts)
+        return self._operation(kernel, args, text, memory)
+
+
+def _private_words(target: Target, words: Iterable[int]) -> PrivateMemory:
+    """A table for kernels."""
+    values = np.array([*words], dtype=np.int64)
+    memory = target.private(values.nbytes)
+    memory.array[:] = values.view(np.uint8)
+    memory.publish()
+    return memory

@@ -88,10 +88,11 @@ class Collectives:
     def _bind_reduce(self, name: str, x: torch.Tensor, op: str, algorithm: str, root: int) -> Operation:
         where = self._where(name)
         self._check_op(where, x.dtype, op)
-        check_algorithm(where, algorithm, _num_bytes(x), x.dtype, op, self._binder.has_multicast)
+        binder = self._binder
+        check_algorithm(where, algorithm, _num_bytes(x), x.dtype, op, binder.has_multicast, binder.spans_hosts)
         to = "" if root < 0 else f", root={root}"
         text = f"{name}(x={x.dtype} {tuple(x.shape)}, op={op}, algorithm={algorithm}{to})"
-        return self._binder.reduce(text, _num_bytes(x), x.dtype, op, algorithm, root)
+        return binder.reduce(text, _num_bytes(x), x.dtype, op, algorithm, root)
 
     def _check_op(self, where: str, dtype: torch.dtype, op: str) -> None:
         if op not in supported_ops(dtype):

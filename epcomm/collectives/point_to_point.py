@@ -50,11 +50,16 @@ class PointToPoint:
     def _channel(self, kind: str, peer: int) -> _Channel:
         channel = self._channels.get((kind, peer))
         if channel is None:
-            sender = self._runtime.rank if kind == "send" else peer
-            target = self._runtime.target
-            args, count = ParameterBlock(target, protocol.COUNT + 1), target.private(8)
+            own, regions, target = self._runtime.rank, self._regions, self._runtime.target
+            sender, receiver = (own, peer) if kind == "send" else (peer, own)
+            args, count = ParameterBlock(target, protocol.NUM_MESSAGE_WORDS), target.private(8)
             args.words[protocol.PEER], args.words[protocol.COUNT] = peer, count.address
-            args.words[protocol.INBOX] = self._regions.inbox + sender * self._regions.inbox_bytes
+            args.words[protocol.INBOX : protocol.OUTBOX + 1] = (
+                regions.inbox + sender * protocol.INBOX_BYTES,
+                regions.message_sent + sender * control.LINE,
+                regions.message_taken + receiver * control.LINE,
+                regions.outbox + receiver * protocol.INBOX_BYTES,
+            )
             operation = Operation(target.send() if kind == "send" else target.recv(), args, kind)
             context = self._runtime.new_context(sequenced=False)
             channel = _Channel(operation, count, context, Fifo(f"epcomm-{kind}-{peer}", target.device.type == "cuda"))

@@ -81,9 +81,12 @@ class Target(Protocol):
     def barrier(self) -> Kernel: ...
 
     def reduce(self, args: np.ndarray, algorithm: str, dtype: torch.dtype, op: str) -> Kernel:
-        """Allreduce or reduce by "one_shot" or "two_shot"; allreduce by "multimem" where there is `multicast`."""
+        """Allreduce or reduce by "one_shot" or "two_shot"; allreduce by "multimem" where there is `multicast`.
 
-    def exchange(self, args: np.ndarray, reduction: tuple[torch.dtype, str] | None) -> Kernel:
+        By "rails" among ranks on several hosts.
+        """
+
+    def exchange(self, args: np.ndarray, reduction: tuple[torch.dtype, str] | None, spans_hosts: bool) -> Kernel:
         """Data movement, or with a reduction a reduce-scatter."""
 
     def send(self) -> Kernel: ...

@@ -39,7 +39,7 @@ class Fold:
     #: ``(builder, accumulator, value, weight) -> accumulator``; the accumulator is None for source 0, the weight (a
     #: scalar) None if not `weighted`
     combine: Callable[[Any, Any, Any, Any], Any]
-    #: ``(builder, accumulator, num_sources) -> accumulator``, once per column at the end
+    #: ``(builder, accumulator, divisor) -> accumulator``, once per column at the end; the divisor is the call's
     finish: Callable[[Any, Any, Any], Any] | None = None
     weighted: bool = False
     #: when streaming; for sources so short that the hardware's prefetcher is still learning when they end
@@ -66,9 +66,9 @@ def _columns(fold: Fold, items: int, streaming: bool = False) -> Any:
     one = ir.Constant(F32, 1.0)
 
     @intrinsic
-    def columns(typingctx, destination, sources, weights, num_sources, first, ahead_sources, ahead):
+    def columns(typingctx, destination, sources, weights, divisor, num_sources, first, ahead_sources, ahead):
         def codegen(context, builder, signature, args):
-            destination, sources, weights, num_sources, first, ahead_sources, ahead = args
+            destination, sources, weights, divisor, num_sources, first, ahead_sources, ahead = args
             in_offset = builder.mul(first, I64(fold.input.item_bytes))
             out_offset = builder.mul(first, I64(fold.output.item_bytes))
             if fold.weighted:
@@ -97,7 +97,7 @@ def _columns(fold: Fold, items: int, streaming: bool = False) -> Any:
 
             results = loop_over_sources(builder, num_sources, fold_source)
             if fold.finish is not None:
-                results = [fold.finish(builder, result, num_sources) for result in results]
+                results = [fold.finish(builder, result, divisor) for result in results]
             results = convert(builder, results, fold.input, fold.output)
             per_vector = len(results) * VECTOR_BYTES // out_bytes if not single else 1
             for index in range(0, len(results), per_vector):
@@ -105,7 +105,7 @@ def _columns(fold: Fold, items: int, streaming: bool = False) -> Any:
                 fold.output.store(builder, results[index : index + per_vector], at, streaming)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 7), codegen
+        return types.void(*[types.int64] * 8), codegen
 
     return columns
 
@@ -144,10 +144,11 @@ def loop_over_sources(builder: Any, num_sources: Any, fold_source: Callable[[Any
 
 
 def make_fold(name: str, fold: Fold) -> Any:
-    """``f(destination, sources, weights, num_sources, num_items, streaming)`` for kernels; at least one source.
+    """``f(destination, sources, weights, divisor, num_sources, num_items, streaming)`` for kernels.
 
-    `streaming` is 0, another flag, or the address of the sources of the call that follows: as many addresses, whose
-    first bytes are then fetched while this call reads its last. `name` is that of the kernel which is made of it.
+    There is at least one source. `streaming` is 0, another flag, or the address of the sources of the call that
+    follows: as many addresses, whose first bytes are then fetched while this call reads its last. `name` is that of the
+    kernel which is made of it.
     """
     step_items, block_items = fold.step_items, fold.block_items(ACCUMULATORS)
     stream_items = fold.block_items(_STREAMING_ACCUMULATORS)
@@ -156,13 +157,13 @@ def make_fold(name: str, fold: Fold) -> Any:
     in_bytes, out_bytes = fold.input.item_bytes, fold.output.item_bytes
     prefetches = fold.prefetch
 
-    def run(destination, sources, weights, num_sources, num_items, streaming):
+    def run(destination, sources, weights, divisor, num_sources, num_items, streaming):
         done = 0
         unaligned = -destination & (VECTOR_BYTES - 1)
         if streaming != 0 and unaligned % out_bytes == 0:
             head = min(unaligned // out_bytes, num_items)
             while done < head:
-                item(destination, sources, weights, num_sources, done, 0, 0)
+                item(destination, sources, weights, divisor, num_sources, done, 0, 0)
                 done += 1
             # what lies `distance` ahead may be in this call's sources or in those of the call that follows
             row_bytes = num_items * in_bytes
@@ -179,16 +180,16 @@ def make_fold(name: str, fold: Fold) -> Any:
                     ahead_sources = sources
                 else:
                     ahead_sources, ahead = following, ahead - row_bytes
-                stream(destination, sources, weights, num_sources, done, ahead_sources, ahead)
+                stream(destination, sources, weights, divisor, num_sources, done, ahead_sources, ahead)
                 done += stream_items
         while done + block_items <= num_items:
-            block(destination, sources, weights, num_sources, done, 0, 0)
+            block(destination, sources, weights, divisor, num_sources, done, 0, 0)
             done += block_items
         while done + step_items <= num_items:
-            step(destination, sources, weights, num_sources, done, 0, 0)
+            step(destination, sources, weights, divisor, num_sources, done, 0, 0)
             done += step_items
         while done < num_items:
-            item(destination, sources, weights, num_sources, done, 0, 0)
+            item(destination, sources, weights, divisor, num_sources, done, 0, 0)
             done += 1
 
     # Machine code is linked by this name and a counter: in the caches that two processes left, the counters can agree.

@@ -14,7 +14,7 @@ from __future__ import annotations
 from epcomm.device import control
 from epcomm.device.control import LINE
 from epcomm.device.cpu.compile import kernel
-from epcomm.device.cpu.function import call5
+from epcomm.device.cpu.function import call6
 from epcomm.device.cpu.memory import copy, copy_bytes, set_word, word
 from epcomm.device.cpu.peers import peer
 from epcomm.device.cpu.waiting import meet, signal
@@ -47,5 +47,5 @@ def allreduce_one_shot(ctx, args, program, num_programs):
     if root < 0 or root == me:
         for rank in range(size):
             set_word(sources, rank, x if rank == me else peer(ctx, rank) + data)
-        call5(word(args, protocol.REDUCE), out, sources, size, num_bytes, 0)
+        call6(word(args, protocol.REDUCE), out, sources, size, num_bytes, size, 0)
     return control.OK

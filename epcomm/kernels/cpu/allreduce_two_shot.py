@@ -16,25 +16,20 @@ from __future__ import annotations
 from epcomm.device import control
 from epcomm.device.control import LINE
 from epcomm.device.cpu.compile import device, kernel
-from epcomm.device.cpu.function import call5
+from epcomm.device.cpu.function import call6
 from epcomm.device.cpu.memory import copy, copy_streaming, fence, set_word, word
 from epcomm.device.cpu.peers import peer
 from epcomm.device.cpu.waiting import meet, signal
+from epcomm.kernels.cpu.channels import channel_bytes, part_bytes
 from epcomm.kernels.protocol import collectives as protocol
 from epcomm.kernels.protocol import sites
 
 
 @device
-def _part(num_bytes, size):
-    """Bytes of a chunk that each rank but the last reduces: whole 64-byte vectors."""
-    return ((num_bytes + size - 1) // size + 63) & -64
-
-
-@device
-def _stage(ctx, x, slot, num_bytes):
-    """Stages a chunk, except the part that this rank reduces itself."""
-    me, part = word(ctx, control.RANK), _part(num_bytes, word(ctx, control.SIZE))
-    low = min(num_bytes, me * part)
+def stage_but_part(x, slot, num_bytes, index, count):
+    """Stages a chunk, except part `index` of `count`, if there is one: this rank reduces it itself."""
+    part = part_bytes(num_bytes, count)
+    low = min(num_bytes, index * part)
     high = min(num_bytes, low + part)
     copy(slot, x, low)
     copy(slot + high, x + high, num_bytes - high)
@@ -58,12 +53,12 @@ def _reduce_channel(ctx, args, channel, x, out, num_bytes):
     for step in range(num_chunks + 2):
         if step < num_chunks:
             slot = peer(ctx, me) + staged + (first + step) % protocol.NUM_SLOTS * chunk
-            _stage(ctx, x + step * chunk, slot, min(chunk, num_bytes - step * chunk))
+            stage_but_part(x + step * chunk, slot, min(chunk, num_bytes - step * chunk), me, size)
             signal(peer(ctx, me) + staged_word, first + step + 1)
         if 0 < step <= num_chunks:
             done = step - 1
             length = min(chunk, num_bytes - done * chunk)
-            part = _part(length, size)
+            part = part_bytes(length, size)
             low = min(length, me * part)
             at = (first + done) % protocol.NUM_SLOTS * chunk + low
             for distance in range(1, size):
@@ -75,13 +70,13 @@ def _reduce_channel(ctx, args, channel, x, out, num_bytes):
                     return status
             for rank in range(size):
                 set_word(sources, rank, x + done * chunk + low if rank == me else peer(ctx, rank) + staged + at)
-            to, part_bytes = peer(ctx, me) + reduced + at, min(length, low + part) - low
-            call5(word(args, protocol.REDUCE), to, sources, size, part_bytes, 0)
+            to, own_bytes = peer(ctx, me) + reduced + at, min(length, low + part) - low
+            call6(word(args, protocol.REDUCE), to, sources, size, own_bytes, size, 0)
             signal(peer(ctx, me) + reduced_word, first + done + 1)
         if step > 1:
             done = step - 2
             length = min(chunk, num_bytes - done * chunk)
-            part = _part(length, size)
+            part = part_bytes(length, size)
             slot = reduced + (first + done) % protocol.NUM_SLOTS * chunk
             for distance in range(size):
                 rank = (me + distance) % size
@@ -104,7 +99,7 @@ def _reduce_channel(ctx, args, channel, x, out, num_bytes):
 def allreduce_two_shot(ctx, args, program, num_programs):
     num_channels = word(word(args, protocol.STATE), protocol.NUM_CHANNELS)
     x, out, num_bytes = word(args, protocol.X), word(args, protocol.OUT), word(args, protocol.NUM_BYTES)
-    share = ((num_bytes + num_channels - 1) // num_channels + 63) & -64
+    share = channel_bytes(num_bytes, num_channels)
     for channel in range(program, num_channels, num_programs):
         low = min(num_bytes, channel * share)
         status = _reduce_channel(ctx, args, channel, x + low, out + low, min(share, num_bytes - low))

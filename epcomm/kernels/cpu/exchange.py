@@ -14,7 +14,7 @@ from __future__ import annotations
 from epcomm.device import control
 from epcomm.device.control import LINE
 from epcomm.device.cpu.compile import device, kernel
-from epcomm.device.cpu.function import call5
+from epcomm.device.cpu.function import call6
 from epcomm.device.cpu.memory import copy, copy_streaming, fence, set_word, word
 from epcomm.device.cpu.peers import peer
 from epcomm.device.cpu.waiting import meet, signal, wait
@@ -23,20 +23,20 @@ from epcomm.kernels.protocol import sites
 
 
 @device
-def _entry(args, ctx, row, rank):
+def entry(ctx, args, row, rank):
     """An entry of the exchange's table."""
     return word(word(args, protocol.TABLE), row * word(ctx, control.SIZE) + rank)
 
 
 @device
-def _stage(ctx, args, slot, start, piece):
+def stage(ctx, args, slot, start, piece):
     """Stages bytes [start, start + piece) of what goes to each peer."""
     me, size, x = word(ctx, control.RANK), word(ctx, control.SIZE), word(args, protocol.X)
     for distance in range(1, size):
         rank = (me + distance) % size
-        length = min(piece, _entry(args, ctx, protocol.SEND_BYTES, rank) - start)
+        length = min(piece, entry(ctx, args, protocol.SEND_BYTES, rank) - start)
         if length > 0:
-            source = x + _entry(args, ctx, protocol.SEND_OFFSET, rank) + start
+            source = x + entry(ctx, args, protocol.SEND_OFFSET, rank) + start
             if word(args, protocol.SHARED):
                 copy(slot, source, length)
                 return
@@ -44,11 +44,11 @@ def _stage(ctx, args, slot, start, piece):
 
 
 @device
-def _take(ctx, args, rank, slot, start, piece):
+def take(ctx, args, rank, slot, start, piece):
     """Copies bytes [start, start + piece) of what comes from `rank` to their place."""
-    length = min(piece, _entry(args, ctx, protocol.RECEIVE_BYTES, rank) - start)
+    length = min(piece, entry(ctx, args, protocol.RECEIVE_BYTES, rank) - start)
     if length > 0:
-        to = word(args, protocol.OUT) + _entry(args, ctx, protocol.RECEIVE_OFFSET, rank) + start
+        to = word(args, protocol.OUT) + entry(ctx, args, protocol.RECEIVE_OFFSET, rank) + start
         if word(args, protocol.STREAMING):
             copy_streaming(to, slot, length)
         else:
@@ -56,9 +56,9 @@ def _take(ctx, args, rank, slot, start, piece):
 
 
 @device
-def _own_source(ctx, args, start):
+def own_source(ctx, args, start):
     """Address of this rank's bytes for itself."""
-    return word(args, protocol.X) + _entry(args, ctx, protocol.SEND_OFFSET, word(ctx, control.RANK)) + start
+    return word(args, protocol.X) + entry(ctx, args, protocol.SEND_OFFSET, word(ctx, control.RANK)) + start
 
 
 @device
@@ -86,7 +86,7 @@ def _exchange_channel(ctx, args, channel):
                 if status != control.OK:
                     return status
             slot = peer(ctx, me) + ring + (first + step) % protocol.NUM_SLOTS * protocol.CHUNK_BYTES
-            _stage(ctx, args, slot, step * stride + channel * piece, piece)
+            stage(ctx, args, slot, step * stride + channel * piece, piece)
             signal(peer(ctx, me) + sent_word, first + step + 1)
         if step > 0:
             start = (step - 1) * stride + channel * piece
@@ -99,18 +99,18 @@ def _exchange_channel(ctx, args, channel):
                 if status != control.OK:
                     return status
                 if reduce == 0:
-                    _take(ctx, args, rank, peer(ctx, rank) + slot, start, piece)
-            own = _own_source(ctx, args, start)
+                    take(ctx, args, rank, peer(ctx, rank) + slot, start, piece)
+            own = own_source(ctx, args, start)
             if reduce != 0:
-                length = min(piece, _entry(args, ctx, protocol.RECEIVE_BYTES, me) - start)
+                length = min(piece, entry(ctx, args, protocol.RECEIVE_BYTES, me) - start)
                 if length > 0:
                     for rank in range(size):
                         set_word(sources, rank, own if rank == me else peer(ctx, rank) + slot)
-                    call5(reduce, word(args, protocol.OUT) + start, sources, size, length, 0)
+                    call6(reduce, word(args, protocol.OUT) + start, sources, size, length, size, 0)
             else:
-                out = word(args, protocol.OUT) + _entry(args, ctx, protocol.RECEIVE_OFFSET, me) + start
+                out = word(args, protocol.OUT) + entry(ctx, args, protocol.RECEIVE_OFFSET, me) + start
                 if own != out:
-                    _take(ctx, args, me, own, start, piece)
+                    take(ctx, args, me, own, start, piece)
             signal(peer(ctx, me) + taken_word, first + step)
     return control.OK
 

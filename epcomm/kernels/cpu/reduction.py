@@ -28,8 +28,8 @@ from epcomm.device.cpu.compile import Kernel, kernel
 from epcomm.device.cpu.fold import Fold, make_fold
 from epcomm.kernels.protocol.arithmetic import canonical_reduction
 
-#: ``int64 f(int64 destination, int64 sources, int64 num_sources, int64 num_bytes, int64 streaming)``
-REDUCTION_SIGNATURE = types.int64(*[types.int64] * 5)
+#: ``int64 f(int64 destination, int64 sources, int64 num_sources, int64 num_bytes, int64 divisor, int64 streaming)``
+REDUCTION_SIGNATURE = types.int64(*[types.int64] * 6)
 
 
 @functools.cache
@@ -41,23 +41,48 @@ def reduction(dtype: torch.dtype, op: str) -> Kernel:
     caches, and the caller fences before it signals.
 
     16-bit floats are computed in float32 and rounded once, to nearest even. ``min`` and ``max`` of a NaN are NaN,
-    integers wrap, and ``avg`` is the sum divided by `num_sources`, truncated toward zero for integers. For bool,
+    integers wrap, and ``avg`` is the sum divided by `divisor`, truncated toward zero for integers. For bool,
     ``sum`` and ``max`` are or, ``prod`` and ``min`` are and. Complex numbers are reduced by components.
     """
-    canonical = canonical_reduction(dtype, op)
-    return _compile(*canonical) if canonical == (dtype, op) else reduction(*canonical)
+    return _compile(dtype, dtype, dtype, op)
 
 
-def _compile(dtype: torch.dtype, op: str) -> Kernel:
-    fmt = FORMATS[dtype]
+def partial_reduction(dtype: torch.dtype, op: str) -> Kernel:
+    """The first step of a reduction in two: of some ranks' inputs, in `partial_dtype`. `num_bytes` are an input's."""
+    return _compile(dtype, dtype, partial_dtype(dtype, op), "sum" if op == "avg" else op)
+
+
+def final_reduction(dtype: torch.dtype, op: str) -> Kernel:
+    """The second step: of partial results, which it rounds, if at all, as `reduction`. `num_bytes` are the result's."""
+    return _compile(dtype, partial_dtype(dtype, op), dtype, op)
+
+
+def partial_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
+    """The dtype of partial results: that of the inputs unless it would round what is rounded later."""
+    is_rounded = dtype in (torch.float16, torch.bfloat16) and op not in ("min", "max")
+    return torch.float32 if is_rounded else dtype
+
+
+def _compile(dtype: torch.dtype, source: torch.dtype, target: torch.dtype, op: str) -> Kernel:
+    """`op` of `dtype`, of numbers that are stored as `source` to such as `target`: each is `dtype` or its partials'."""
+    canonical, op = canonical_reduction(dtype, op)
+    formats = [canonical if stored is dtype else stored for stored in (source, target)]
+    return _compile_canonical(canonical, *formats, op)
+
+
+@functools.cache
+def _compile_canonical(dtype: torch.dtype, source: torch.dtype, target: torch.dtype, op: str) -> Kernel:
+    fmt, input_format, output_format = FORMATS[dtype], FORMATS[source], FORMATS[target]
     fmt.check_available()
     finish = functools.partial(_divide, fmt) if op == "avg" else None
     name = f"reduction-{str(dtype).removeprefix('torch.')}-{op}"
-    fold = make_fold(name, Fold(fmt, fmt, _combine(fmt, op), finish))
+    if source is not target:
+        name += "-final" if target is dtype else "-partial"
+    fold = make_fold(name, Fold(input_format, output_format, _combine(fmt, op), finish))
     item_bytes = fmt.item_bytes
 
-    def reduce(destination, sources, num_sources, num_bytes, streaming):
-        fold(destination, sources, 0, num_sources, num_bytes // item_bytes, streaming)
+    def reduce(destination, sources, num_sources, num_bytes, divisor, streaming):
+        fold(destination, sources, 0, divisor, num_sources, num_bytes // item_bytes, streaming)
         return control.OK
 
     reduce.__qualname__ = name  # as in make_fold
@@ -83,15 +108,15 @@ def _combine(fmt: Format, op: str) -> Callable[..., Any]:
     return combine
 
 
-def _divide(fmt: Format, builder: Any, value: Any, num_sources: Any) -> Any:
-    """`value / num_sources`. An integer of up to 32 bits is divided as a float64, whose quotient truncates exactly."""
+def _divide(fmt: Format, builder: Any, value: Any, divisor: Any) -> Any:
+    """`value / divisor`. An integer of up to 32 bits is divided as a float64, whose quotient truncates exactly."""
     element = fmt.accumulator
     if is_float(value):
-        return builder.fdiv(value, splat_like(builder, builder.sitofp(num_sources, element), value))
+        return builder.fdiv(value, splat_like(builder, builder.sitofp(divisor, element), value))
     if size_of(element) == 8:
-        return (builder.sdiv if fmt.signed else builder.udiv)(value, splat_like(builder, num_sources, value))
-    divisor = splat_like(builder, builder.sitofp(num_sources, F64), value)
+        return (builder.sdiv if fmt.signed else builder.udiv)(value, splat_like(builder, divisor, value))
+    wide = splat_like(builder, builder.sitofp(divisor, F64), value)
     as_float = (builder.sitofp if fmt.signed else builder.uitofp)(value, with_element(value, F64))
     # the quotient fits in 64 signed bits whatever the sign of the format
-    quotient = builder.fptosi(builder.fdiv(as_float, divisor), with_element(value, ir.IntType(64)))
+    quotient = builder.fptosi(builder.fdiv(as_float, wide), with_element(value, ir.IntType(64)))
     return builder.trunc(quotient, value.type)

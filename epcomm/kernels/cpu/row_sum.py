@@ -46,7 +46,7 @@ def row_sum(input_dtype: torch.dtype, output_dtype: torch.dtype) -> Kernel:
         if num_sources == 0:
             zero_bytes(destination, num_elements * output_bytes)
         else:
-            fold(destination, sources, weights, num_sources, num_elements, streaming)
+            fold(destination, sources, weights, 1, num_sources, num_elements, streaming)
         return control.OK
 
     add_rows.__qualname__ = name  # as in make_fold

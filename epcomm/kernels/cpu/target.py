@@ -14,6 +14,7 @@ from epcomm.device.cpu.launch import BOUND_WORDS, load_run, load_run_bound
 from epcomm.heap.cpu import Mapping, SymmetricSegment, owned_array
 from epcomm.heap.private import HostMemory, HostStream
 from epcomm.kernels.cpu.allreduce_one_shot import allreduce_one_shot
+from epcomm.kernels.cpu.allreduce_rails import allreduce_rails
 from epcomm.kernels.cpu.allreduce_two_shot import allreduce_two_shot
 from epcomm.kernels.cpu.barrier import barrier
 from epcomm.kernels.cpu.combine import combine
@@ -22,10 +23,11 @@ from epcomm.kernels.cpu.counts import exchange_counts
 from epcomm.kernels.cpu.dispatch import dispatch
 from epcomm.kernels.cpu.dispatch_receive import dispatch_receive
 from epcomm.kernels.cpu.exchange import exchange
+from epcomm.kernels.cpu.exchange_network import exchange_network
 from epcomm.kernels.cpu.float8_row_sum import float8_row_sum
 from epcomm.kernels.cpu.point_to_point import recv, send
 from epcomm.kernels.cpu.quantize_rows import quantize_row
-from epcomm.kernels.cpu.reduction import reduction
+from epcomm.kernels.cpu.reduction import final_reduction, partial_dtype, partial_reduction, reduction
 from epcomm.kernels.cpu.route import route
 from epcomm.kernels.cpu.row_sum import row_sum
 from epcomm.kernels.protocol import collectives, expert_parallel
@@ -80,12 +82,19 @@ class CpuTarget:
         return barrier
 
     def reduce(self, args: np.ndarray, algorithm: str, dtype: torch.dtype, op: str) -> Kernel:
+        if algorithm == "rails":
+            args[collectives.REDUCE] = partial_reduction(dtype, op).address
+            args[collectives.FINISH] = final_reduction(dtype, op).address
+            args[collectives.PARTIAL_SCALE] = partial_dtype(dtype, op).itemsize // dtype.itemsize
+            return allreduce_rails
         args[collectives.REDUCE] = reduction(dtype, op).address
         return {"one_shot": allreduce_one_shot, "two_shot": allreduce_two_shot}[algorithm]
 
-    def exchange(self, args: np.ndarray, reduction_of: tuple[torch.dtype, str] | None) -> Kernel:
+    def exchange(
+        self, args: np.ndarray, reduction_of: tuple[torch.dtype, str] | None, spans_hosts: bool
+    ) -> Kernel:
         args[collectives.REDUCE] = 0 if reduction_of is None else reduction(*reduction_of).address
-        return exchange
+        return exchange_network if spans_hosts else exchange
 
     def send(self) -> Kernel:
         return send

@@ -101,10 +101,10 @@ def _arms(
         yield kernels.combine(_NOTHING, dtypes, 8, False, form)
         by_rank = kernels.combine(_NOTHING, dtypes, 8, True, form)
         yield from (by_rank, kernels.combine_receive(by_rank))
-    yield kernels.exchange(_NOTHING, None)
+    yield kernels.exchange(_NOTHING, None, False)
     for reduction in reductions:
         yield kernels.reduce(_NOTHING, "one_shot", *reduction)
         yield kernels.reduce(_NOTHING, "two_shot", *reduction)
-        yield kernels.exchange(_NOTHING, reduction)
+        yield kernels.exchange(_NOTHING, reduction, False)
     for dtype, op in itertools.product(SWITCH_DTYPES, SWITCH_OPS):
         yield kernels.reduce(_NOTHING, "multimem", dtype, op)

@@ -4,8 +4,8 @@ The sender copies a message into the slots piece by piece; each piece carries th
 dtype and tag), so a receive that expects another message stops instead of taking its bytes.
 
 Edges
-  RAW  SENT: the piece and its header are in the slot.
-  WAR  TAKEN: the receiver has copied out what was in the slot INBOX_NUM_SLOTS pieces ago.
+  RAW  SENT, in the receiver's memory: the piece and its header are in the slot.
+  WAR  TAKEN, in the sender's memory: the receiver has copied out what was in the slot INBOX_NUM_SLOTS pieces ago.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _num_pieces(num_bytes):
 @device
 def _slot(inbox, count):
     """Address of the slot of an inbox's piece `count`."""
-    return inbox + protocol.INBOX_SLOTS + count % protocol.INBOX_NUM_SLOTS * protocol.INBOX_SLOT_BYTES
+    return inbox + count % protocol.INBOX_NUM_SLOTS * protocol.INBOX_SLOT_BYTES
 
 
 @kernel("send", programs=one)
@@ -39,19 +39,20 @@ def send(ctx, args, fingerprint, x, out, num_bytes, c3, c4, c5):
     x, num_bytes = tl.cast(x, tl.int64), tl.cast(num_bytes, tl.int64)
     rank, counter = word(args, protocol.PEER), word(args, protocol.COUNT)
     first = word(counter, 0)
-    inbox = peer(ctx, rank) + word(args, protocol.INBOX)
+    base, own = peer(ctx, rank), peer(ctx, word(ctx, control.RANK))
+    inbox = base + word(args, protocol.INBOX)
     first_of_generation = word(ctx, control.GENERATION) << control.GENERATION_SHIFT
     for piece in range(_num_pieces(num_bytes)):
         count = first + piece
         reused = count + 1 - protocol.INBOX_NUM_SLOTS
         if (status == control.OK) & (reused > first_of_generation):
-            raised = inbox + protocol.INBOX_TAKEN
+            raised = own + word(args, protocol.INBOX_TAKEN)
             status = wait(ctx, fingerprint, raised, reused, rank, sites.MESSAGE_TAKEN)  # WAR
         if status == control.OK:
             slot, start = _slot(inbox, count), piece * protocol.PIECE_BYTES
             set_word(slot, 0, word(args, protocol.MESSAGE))
             copy(slot + control.LINE, x + start, tl.minimum(num_bytes - start, protocol.PIECE_BYTES))
-            signal(inbox + protocol.INBOX_SENT, count + 1)
+            signal(base + word(args, protocol.INBOX_SENT), count + 1)
             set_word(counter, 0, count + 1)  # behind a barrier: all threads have read it
     leave(ctx, status)
 
@@ -62,12 +63,13 @@ def recv(ctx, args, fingerprint, x, out, num_bytes, c3, c4, c5):
     out, num_bytes = tl.cast(out, tl.int64), tl.cast(num_bytes, tl.int64)
     rank, counter, message = word(args, protocol.PEER), word(args, protocol.COUNT), word(args, protocol.MESSAGE)
     first = word(counter, 0)
-    inbox = peer(ctx, word(ctx, control.RANK)) + word(args, protocol.INBOX)
+    base, own = peer(ctx, rank), peer(ctx, word(ctx, control.RANK))
+    inbox = own + word(args, protocol.INBOX)
     for piece in range(_num_pieces(num_bytes)):
         count = first + piece
         slot, start = _slot(inbox, count), piece * protocol.PIECE_BYTES
         if status == control.OK:
-            raised = inbox + protocol.INBOX_SENT
+            raised = own + word(args, protocol.INBOX_SENT)
             status = wait(ctx, fingerprint, raised, count + 1, rank, sites.MESSAGE_SENT)  # RAW
         if status == control.OK:
             found = load64(slot)
@@ -75,6 +77,6 @@ def recv(ctx, args, fingerprint, x, out, num_bytes, c3, c4, c5):
                 status = stopped(ctx, control.MISMATCH, rank, sites.MESSAGE_SENT, message, found)
         if status == control.OK:
             copy(out + start, slot + control.LINE, tl.minimum(num_bytes - start, protocol.PIECE_BYTES))
-            signal(inbox + protocol.INBOX_TAKEN, count + 1)
+            signal(base + word(args, protocol.INBOX_TAKEN), count + 1)
             set_word(counter, 0, count + 1)  # behind a barrier: all threads have read it
     leave(ctx, status)

@@ -42,7 +42,7 @@ class GpuKernels:
     def reduce(self, args: np.ndarray, algorithm: str, dtype: torch.dtype, op: str) -> Kernel:
         return _REDUCTIONS[algorithm].made_for(**reduction_constants(dtype, op))
 
-    def exchange(self, args: np.ndarray, reduction: tuple[torch.dtype, str] | None) -> Kernel:
+    def exchange(self, args: np.ndarray, reduction: tuple[torch.dtype, str] | None, spans_hosts: bool) -> Kernel:
         return exchange.made_for(**(NO_REDUCTION if reduction is None else reduction_constants(*reduction)))
 
     def send(self) -> Kernel:

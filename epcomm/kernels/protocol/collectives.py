@@ -1,5 +1,6 @@
 """Regions of the collectives in the control segment, after the control region. Offsets are bytes from its start.
 
+First come all signal words, a line each, then what they tell of; only the flags of small messages lie with their data.
 Chunks flow through rings of slots. A ring's words count chunks over the whole life of the communicator (generation in
 the top bits), so nothing is ever reset. Work is cut into channels, each with words and slots of its own; a program
 takes every ``num_programs``-th channel. How many channels there are is the same on all ranks.
@@ -18,6 +19,7 @@ CHUNK_BYTES = 512 << 10  # a chunk of every rank stays in cache: 32-128 KiB were
 NUM_SLOTS = 4
 PIECE_BYTES = 64 << 10  # of a point-to-point message
 INBOX_NUM_SLOTS = 4
+PARTIAL_BYTES = 2 * CHUNK_BYTES  # of one node's partial result of a chunk: sums of 16-bit floats are float32
 
 # ---- parameter block: words that every call sets, then (from 7) those that binding sets
 X, OUT, NUM_BYTES = range(3)
@@ -27,7 +29,9 @@ ROOT = 10  # the rank that gets the result, or -1: all do
 TABLE = 11  # exchange: address of [4, size] words, see below
 SHARED = 12  # exchange: 1 if every receiver reads the same staged bytes
 MAX_PAIR_BYTES = 13  # exchange: the most that any rank sends to any other; the same on all ranks
-NUM_WORDS = 14
+FINISH = 14  # rails: address of the reduction of the nodes' partial results
+PARTIAL_SCALE = 15  # rails: bytes of a partial result per byte of the message
+NUM_WORDS = 16
 # rows of an exchange's table: byte offsets in x and out, and byte counts, by peer
 SEND_OFFSET, SEND_BYTES, RECEIVE_OFFSET, RECEIVE_BYTES = range(4)
 
@@ -45,18 +49,28 @@ SEND_OFFSET, SEND_BYTES, RECEIVE_OFFSET, RECEIVE_BYTES = range(4)
 ) = range(9)
 BARRIER_EPOCH, ONE_SHOT_EPOCH = 9, 10
 MULTICAST = 11  # address at which NVLink's switch reaches all ranks' segments, 0 if it doesn't
+PUSHED_WORDS, RECEIVED_SLOTS, PARTIAL_SLOTS = 12, 13, 14  # where ranks are on several hosts
+NODES = 15  # address of the table of nodes, see `nodes`
 CHUNKS = 16  # per channel: chunks that went through the two-shot ring, and through the exchange ring
 
-# ---- point to point: a sender's inbox at the receiver is two word lines, then slots of a header line and bytes
-# parameter block: the peer, the inbox's offset, the message's fingerprint, and the address of the count of slots that
-# went through the inbox so far
-PEER, INBOX, MESSAGE, COUNT = 7, 8, 9, 10
-INBOX_SENT, INBOX_TAKEN, INBOX_SLOTS = 0, LINE, 2 * LINE
+# ---- point to point: a ring of slots per sender in the receiver's memory; a slot is a header line, then bytes
+# parameter block: the peer, the message's fingerprint, the address of the count of slots that were filled so far; then
+# offsets: of the slots, of SENT in the receiver's segment, of TAKEN in the sender's, and of a sender's own slots, from
+# which it puts where it can't store
+PEER, MESSAGE, COUNT = 7, 8, 9
+INBOX, INBOX_SENT, INBOX_TAKEN, OUTBOX = 10, 11, 12, 13
+NUM_MESSAGE_WORDS = 14
 INBOX_SLOT_BYTES = LINE + PIECE_BYTES
+INBOX_BYTES = INBOX_NUM_SLOTS * INBOX_SLOT_BYTES
 
 # ---- words of a collective channel, one line each, raised by their owner and read by all peers
 STAGED, REDUCED, SENT, TAKEN = range(4)
 CHANNEL_WORDS = 4
+
+# ---- words of a collective channel where ranks are on several hosts, one line per rank that raises it in each reader's
+# segment; FORWARDED is of the rank whose bytes a third one has passed on
+PUSHED_SENT, PUSHED_FORWARDED, PUSHED_TAKEN, PUSHED_PARTIAL = range(4)
+NUM_PUSHED = 4
 
 
 @dataclass(frozen=True)
@@ -64,38 +78,51 @@ class CollectiveRegions:
     """Byte offsets in the control segment."""
 
     barrier: int  # [size] lines: word r is raised by rank r
-    tiny: int  # [2] lines by epoch parity: flag, then up to TINY_BYTES
-    one_shot_flags: int  # [2] lines by epoch parity
-    one_shot: int  # [2, ONE_SHOT_BYTES] by epoch parity
     words: int  # [channels, CHANNEL_WORDS] lines
+    pushed: int  # [channels, NUM_PUSHED, size] lines
+    message_sent: int  # [size] lines, one per sender
+    message_taken: int  # [size] lines, one per receiver
+    one_shot_flags: int  # [2] lines by epoch parity
+    tiny: int  # [2] lines by epoch parity: flag, then up to TINY_BYTES
+    one_shot: int  # [2, ONE_SHOT_BYTES] by epoch parity
     staged: int  # [channels, NUM_SLOTS, chunk]
     reduced: int  # [channels, NUM_SLOTS, chunk]
     sent: int  # [channels, NUM_SLOTS, chunk]
-    inbox: int  # [size] point-to-point inboxes, one per sender
+    received: int  # [channels, NUM_SLOTS, chunk], by source: what ranks of other hosts sent
+    partial: int  # [channels, NUM_SLOTS, nodes, PARTIAL_BYTES]
+    inbox: int  # [size, INBOX_BYTES], one per sender
+    outbox: int  # [size, INBOX_BYTES], one per receiver
     copies: int  # staging of data movement by copies
-    inbox_bytes: int
     size: int  # of the whole segment
 
 
-def collective_regions(size: int, num_channels: int, copy_bytes: int = 0) -> CollectiveRegions:
+def collective_regions(
+    size: int, num_channels: int, copy_bytes: int = 0, num_nodes: int = 1
+) -> CollectiveRegions:
     """The layout for a communicator of `size` ranks. Pages are taken when first used.
 
-    `copy_bytes`: staging of data movement by copies, if it goes that way.
+    `copy_bytes`: staging of data movement by copies, if it goes that way. What only ranks on several nodes use is empty
+    if there is one.
     """
     layout = Layout()
     layout.add("control", control_region_bytes(size))
-    inbox_bytes = INBOX_SLOTS + INBOX_NUM_SLOTS * INBOX_SLOT_BYTES
+    spans, slots = num_nodes > 1, num_channels * NUM_SLOTS
     return CollectiveRegions(
-        barrier=layout.add("barrier", size * LINE),
-        tiny=layout.add("tiny", 2 * LINE, LINE),
+        barrier=layout.add("barrier", size * LINE, LINE),
+        words=layout.add("words", num_channels * CHANNEL_WORDS * LINE, LINE),
+        pushed=layout.add("pushed", spans * num_channels * NUM_PUSHED * size * LINE, LINE),
+        message_sent=layout.add("message_sent", size * LINE, LINE),
+        message_taken=layout.add("message_taken", size * LINE, LINE),
         one_shot_flags=layout.add("one_shot_flags", 2 * LINE, LINE),
+        tiny=layout.add("tiny", 2 * LINE, LINE),
         one_shot=layout.add("one_shot", 2 * ONE_SHOT_BYTES),
-        words=layout.add("words", num_channels * CHANNEL_WORDS * LINE),
-        staged=layout.add("staged", num_channels * NUM_SLOTS * CHUNK_BYTES),
-        reduced=layout.add("reduced", num_channels * NUM_SLOTS * CHUNK_BYTES),
-        sent=layout.add("sent", num_channels * NUM_SLOTS * CHUNK_BYTES),
-        inbox=layout.add("inbox", size * inbox_bytes),
-        inbox_bytes=inbox_bytes,
+        staged=layout.add("staged", slots * CHUNK_BYTES),
+        reduced=layout.add("reduced", slots * CHUNK_BYTES),
+        sent=layout.add("sent", slots * CHUNK_BYTES),
+        received=layout.add("received", spans * slots * CHUNK_BYTES),
+        partial=layout.add("partial", spans * slots * num_nodes * PARTIAL_BYTES),
+        inbox=layout.add("inbox", size * INBOX_BYTES),
+        outbox=layout.add("outbox", spans * size * INBOX_BYTES),
         copies=layout.add("copies", copy_bytes),
         size=layout.size,
     )

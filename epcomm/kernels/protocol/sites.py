@@ -13,6 +13,7 @@ MESSAGE_SENT, MESSAGE_TAKEN = 7, 8
 ROUTE_COUNTS = 9
 DISPATCH_GRANT, DISPATCH_ROWS, DISPATCH_READ = 10, 11, 12
 COMBINE_READ, COMBINE_READY, COMBINE_WEIGHTED = 13, 14, 15
+EXCHANGE_FORWARDED, RAILS_PARTIAL = 16, 17
 
 _TEXTS = {
     BARRIER: "to enter the barrier",
@@ -21,6 +22,8 @@ _TEXTS = {
     TWO_SHOT_REDUCED: "to reduce its part of a chunk (RAW)",
     EXCHANGE_SENT: "to stage a chunk for this rank (RAW)",
     EXCHANGE_TAKEN: "to take the chunk whose slot is needed (WAR)",
+    EXCHANGE_FORWARDED: "to pass on a chunk that came from another host (RAW)",
+    RAILS_PARTIAL: "to reduce its host's part of a chunk (RAW)",
     MESSAGE_SENT: "to send (RAW)",
     MESSAGE_TAKEN: "to receive what was sent before (WAR)",
     ROUTE_COUNTS: "to send its token counts (RAW)",
