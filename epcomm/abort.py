@@ -16,6 +16,7 @@ from epcomm.heap.cpu import SymmetricSegment
 from epcomm.hub import Hub
 from epcomm.operation import find_text
 
+_LONGEST_ANSWER = 2.0  # seconds that an error waits for a word from another host
 _KINDS = {control.PEER_MISMATCH: MismatchError}  # of errors that every rank raises alike
 
 
@@ -23,7 +24,7 @@ class AbortRegion:
     """The abort words and messages of all ranks, seen from one."""
 
     def __init__(self, hub: Hub, segment: SymmetricSegment):
-        self._rank, self._links, self._segment = hub.rank, hub.links, segment
+        self._rank, self._hub, self._links, self._segment = hub.rank, hub, hub.links, segment
         self._leader = hub.leaders[hub.nodes[hub.rank]]
         self._word = segment.own.array(control.ABORT_WORD, 8).view(np.int64)
         self._raise_word = load_raise_abort()
@@ -75,6 +76,13 @@ class AbortRegion:
         if not (0 <= rank < len(self._segment.bases) and self._segment.bases[rank]):
             return None
         return find_text(self._bytes(rank, control.TEXTS, control.TEXT_BYTES * control.NUM_TEXTS), fingerprint)
+
+    def peer_text(self, rank: int, fingerprint: int) -> str | None:
+        """`text_of` any rank: one on another host is asked for it, by its leader. None if it isn't known in time."""
+        if self._segment.mappings[rank] is not None:
+            return self.text_of(rank, fingerprint)
+        leader = self._hub.leaders[self._hub.nodes[rank]]
+        return self._hub.links.ask_text(leader, rank, fingerprint, _LONGEST_ANSWER)
 
     def _bytes(self, rank: int, offset: int, num_bytes: int) -> np.ndarray:
         mapping = self._segment.mappings[rank]

@@ -22,13 +22,28 @@ import numpy as np
 
 from epcomm import tcp
 from epcomm.device.cpu import network
-from epcomm.errors import TimeoutError
+from epcomm.errors import EpcommError, TimeoutError
 from epcomm.hub import Hub
 
 _COUNT = struct.Struct("<q")
 _ENTRY_WORDS = 4  # window, offset, number of bytes (or what the record does instead), value
 _MOST_RECORDS = 512  # per frame: with their entries they fit into one call of the system (IOV_MAX is 1024)
 _POLL_MS = 500  # a thread whose owner is gone ends within that
+
+
+class NoProxy:
+    """What a rank has whose peers are all on its host."""
+
+    address = 0
+
+    def register(self, segment: Any) -> None:
+        """See `Proxy`."""
+
+    def settle(self, generation: int, timeout: float) -> None:
+        """See `Proxy`."""
+
+    def close(self) -> None:
+        """See `Proxy`."""
 
 
 class Proxy:
@@ -59,13 +74,12 @@ class Proxy:
         """Lets peers write to this rank's part of a segment while it lives. All ranks register alike, in order."""
         segment.network = self._segments.add(segment), 0, 0
 
-    def settle(self, generation: int, timeout: float, check: Callable[[], None]) -> None:
+    def settle(self, generation: int, timeout: float) -> None:
         """Collective: returns once all that any rank wrote down before has arrived here. Raises `TimeoutError`."""
         for rank in self._ranks:
             self._write_marker(self.address, rank, generation)
         deadline = time.monotonic() + timeout
         while late := [rank for rank in self._ranks if self._receiver.markers.get(rank, 0) < generation]:
-            check()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"what rank(s) {late} on other hosts sent did not all arrive in time")
             time.sleep(0.001)
@@ -245,11 +259,24 @@ def _fill(link: socket.socket, buffers: list[memoryview]) -> bool:
 _PAYLOAD = 0  # purpose of a connection
 
 
-def connect_proxies(hub: Hub, timeout: float, check: Callable[[], None]) -> dict[int, socket.socket]:
-    """Collective: a connected socket by rank to each that is on another host. The lower of two ranks listens.
+def connect_proxy(
+    hub: Hub, timeout: float, check: Callable[[], None], fail: weakref.ref[Callable[[EpcommError], Any]]
+) -> Proxy | NoProxy:
+    """Collective: the way to ranks on other hosts; `fail` is called if what they send can't be.
 
     Raises `TimeoutError` if one doesn't come, or what `check` raises.
     """
+
+    def on_error(rank: int, text: str) -> None:
+        tell = fail()
+        if tell is not None:
+            tell(EpcommError(f"rank {hub.rank}: rank {rank}, on another host, sent {text}"))
+
+    return NoProxy() if len(hub.leaders) == 1 else Proxy(_connect(hub, timeout, check), on_error)
+
+
+def _connect(hub: Hub, timeout: float, check: Callable[[], None]) -> dict[int, socket.socket]:
+    """A connected socket by rank to each that is on another host. The lower of two ranks listens."""
     deadline = time.monotonic() + timeout
     elsewhere = [rank for rank in range(hub.size) if hub.nodes[rank] != hub.nodes[hub.rank]]
     listener = tcp.Listener(hub.rank)

@@ -31,9 +31,9 @@ from epcomm.hub import Hub
 from epcomm.kernels.target import Kernel, Target
 from epcomm.liveness import watch_peers
 from epcomm.operation import Context, Operation, OperationTexts, ParameterBlock
+from epcomm.proxy import connect_proxy
 
 LONGEST_TIMEOUT = 1e8  # seconds: three years; in nanoseconds it fits a word with room to spare
-_LONGEST_ANSWER = 2.0  # seconds that an error waits for a word from another host
 _SPINS_WITH_OWN_CORE, _SPINS_SHARING_CORES = 100, 20  # measured: best barrier times with and without idle cores
 
 
@@ -54,6 +54,8 @@ class Runtime:
             lambda: SymmetricSegment(self.rank, control_bytes, (), self._allgather), control_bytes
         )
         target.start(num_programs, self.control.mapped, control.control_region_bytes(self.size))
+        self._proxy = connect_proxy(hub, timeout, self.check, weakref.WeakMethod(self.fail))
+        self._proxy.register(self.control)
         self.collectives = self.control if target.shares_control else self.segment(control_bytes)
         self._own = self.control.own.array(0, control_bytes)
         self._abort = AbortRegion(hub, self.control)
@@ -70,7 +72,11 @@ class Runtime:
 
     def segment(self, num_bytes: int, prefault: Sequence[tuple[int, int]] = ()) -> Any:
         """Collective: a new symmetric segment; `prefault` lists ranges (offset, bytes) to be touched in advance."""
-        return self._guarded(lambda: self.target.segment(self.rank, num_bytes, prefault, self._allgather), num_bytes)
+        segment = self._guarded(
+            lambda: self.target.segment(self.rank, num_bytes, prefault, self._allgather), num_bytes
+        )
+        self._proxy.register(segment)
+        return segment
 
     def _guarded(self, make: Callable[[], Any], num_bytes: int) -> Any:
         self.check()
@@ -94,6 +100,7 @@ class Runtime:
         context.set_timeout(self.timeout)
         words[control.PEERS :] = [*self.collectives.bases, *self.collectives.network, *self.control.bases]
         words[control.IS_CLOSED] = self.closed
+        words[control.NETWORK] = self._proxy.address
         self._contexts.add(context)
         self._start_generation(context, sequenced)
         return context
@@ -207,7 +214,7 @@ class Runtime:
             return self._abort_error(where)
         peer = int(context.words[control.FAILED_PEER])
         if status == control.MISMATCH:
-            other = self._peer_text(peer, int(context.words[control.FAILED_FOUND])) or "another operation"
+            other = self._abort.peer_text(peer, int(context.words[control.FAILED_FOUND])) or "another operation"
             message = f"{where}: rank {peer} is in {other}; all ranks must call the same operations in the same order"
             return self.fail(MismatchError(message), control.PEER_MISMATCH)
         if status == control.INTERRUPTED:
@@ -220,13 +227,6 @@ class Runtime:
             return _again(self.failure)
         self.failure = self._abort.error(where)  # peers know already: whoever failed first told everyone
         return self.failure
-
-    def _peer_text(self, peer: int, fingerprint: int) -> str | None:
-        """The text that belongs to `fingerprint`, from the ring of the rank that is in that operation."""
-        if self.control.mappings[peer] is not None:
-            return self._abort.text_of(peer, fingerprint)
-        leader = self.hub.leaders[self.hub.nodes[peer]]
-        return self.hub.links.ask_text(leader, peer, fingerprint, _LONGEST_ANSWER)
 
     # ---- liveness
 
@@ -279,6 +279,7 @@ class Runtime:
             self.hub.generation = 2 * self.generation + 1  # not to be taken for an exchange that a failure cut short
             self.hub.barrier(timeout=limit, check=_nothing)  # every rank has left its operations
             self.generation += 1
+            self._proxy.settle(self.generation, limit)
             self.hub.generation = 2 * self.generation
             self.failure = None
             self._own[control.FAILURE : control.FAILURE + 8 * control.FAILURE_WORDS] = 0
@@ -305,6 +306,7 @@ class Runtime:
             for context in list(self._contexts):
                 context.words[control.IS_CLOSED] = 1
             self._stop_watching()
+            self._proxy.close()
             self.hub.close()
             if self._pool is not None:
                 with self._exclusively():

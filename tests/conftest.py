@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch.distributed as dist
 
 from epcomm.testing.ranks import close_pool
 
@@ -14,3 +15,11 @@ def pooled_ranks() -> Iterator[None]:
     """The processes that `run_ranks` starts serve all tests; none outlives the session."""
     yield
     close_pool()
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A store through which ranks on several hosts meet."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield store.port
+    del store

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from collective_cases import FLOATS, addend, payload, reduced, same_bits
 from collective_checks import (
     CHUNK,
@@ -23,44 +22,12 @@ from collective_checks import (
     reduction_cases,
 )
 from failure_cases import Raised, raised_by, works
+from host_cases import EVERY_WORLD, WORLDS, on_hosts
 
 import epcomm
-from epcomm import rendezvous
 from epcomm.errors import MismatchError, PeerFailedError, UnsupportedError
 from epcomm.errors import TimeoutError as EpcommTimeoutError
 from epcomm.testing.adversary import delay_operations
-from epcomm.testing.hosts import pretend_hosts
-from epcomm.testing.ranks import run_ranks
-
-WORLDS = {"1+1": [0, 1], "2+2": [0, 0, 1, 1], "1+2": [0, 1, 1], "1+2+1": [0, 1, 1, 2], "interleaved": [0, 1, 0, 1]}
-EVERY_WORLD = pytest.mark.parametrize("hosts", WORLDS.values(), ids=WORLDS)
-
-
-@pytest.fixture
-def port() -> Iterator[int]:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    yield store.port
-    del store
-
-
-def on_hosts(hosts: list[int], port: int, body: Callable[..., Any], *args: Any, timeout: float = 30.0,
-             **init: Any) -> list[Any]:  # fmt: skip
-    """What ``body(communicator, *args)`` returns on ranks that take themselves for ranks of `hosts`."""
-
-    def run() -> Any:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        with pretend_hosts(hosts):
-            comm = epcomm.init(
-                store=store,
-                rank=rendezvous.launched_rank.get().rank,
-                world_size=len(hosts),
-                timeout=timeout,
-                **init,
-            )
-        with comm:
-            return body(comm, *args)
-
-    return run_ranks(run, len(hosts), timeout=120.0)
 
 
 def disturbed(comm: epcomm.Communicator, body: Callable[..., Any], *args: Any) -> None:

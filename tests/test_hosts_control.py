@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from failure_cases import SOON, Raised, raised_by
+from host_cases import EVERY_WORLD, WORLDS
 
 import epcomm
 from epcomm import rendezvous, tcp
@@ -33,16 +34,7 @@ from epcomm.testing import namespaces
 from epcomm.testing.hosts import pretend_hosts
 from epcomm.testing.ranks import rank_outcomes, run_ranks
 
-WORLDS = {"2+2": [0, 0, 1, 1], "1+2+1": [0, 1, 1, 2], "1+1": [0, 1], "interleaved": [0, 1, 0, 1]}
-EVERY_WORLD = pytest.mark.parametrize("hosts", WORLDS.values(), ids=WORLDS)
 SOON_ELSEWHERE = 1.0  # seconds until ranks of other hosts know of an error
-
-
-@pytest.fixture
-def port() -> Any:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    yield store.port
-    del store
 
 
 def join(port: int, hosts: list[int], timeout: float = 20.0) -> epcomm.Communicator:
@@ -282,8 +274,8 @@ def test_mismatch_text(port: int) -> None:
             for payload, _ in runtime.hub.allgather(own.to_bytes(8, "little"), timeout=20.0, check=runtime.check)
         ]
         for rank, fingerprint in enumerate(fingerprints):
-            assert runtime._peer_text(rank, fingerprint) == texts[rank]
-            assert runtime._peer_text(rank, 12345) is None
+            assert runtime._abort.peer_text(rank, fingerprint) == texts[rank]
+            assert runtime._abort.peer_text(rank, 12345) is None
         meet(runtime)
         leave(comm)
 
@@ -298,7 +290,7 @@ def test_mismatch_text_of_a_stopped_host(port: int) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(0.2)
         asked = time.monotonic()
-        return comm._runtime._peer_text(1, 12345), time.monotonic() - asked
+        return comm._runtime._abort.peer_text(1, 12345), time.monotonic() - asked
 
     text, seconds = rank_outcomes(body, 2, expendable=[1])[0]
     assert text is None and 1.0 < seconds < 3.0

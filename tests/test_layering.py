@@ -17,7 +17,7 @@ LAYERS = [
     ["kernels.protocol"],
     ["kernels", "kernels.cpu", "kernels.gpu"],
     ["runtime", "rendezvous", "bootstrap", "hub", "wide_hub", "tcp", "links", "monitor", "abort", "liveness",
-     "failures", "operation", "work", "topology"],
+     "failures", "operation", "work", "proxy", "topology"],
     ["moe", "collectives"],
     ["communicator", "initialize"],
     ["launcher", "demo", "cli", "aot", "model", "testing", "integrations", "__init__"],
