@@ -49,14 +49,17 @@ class NoProxy:
 class Proxy:
     """One rank's connection to the ranks on other hosts; ``address`` is what kernels take (see `device.control`).
 
-    `links` are connected sockets by rank, which it then owns. `on_error` is called, from a thread, when a peer sends
-    what can't be. A link that breaks isn't an error here: whoever watches the peer knows why.
+    `links` are connected sockets by rank, which it then owns. `meet` returns once all ranks have called it. `on_error`
+    is called, from a thread, when a peer sends what can't be. A link that breaks isn't an error here: whoever watches
+    the peer knows why.
     """
 
-    def __init__(self, links: dict[int, socket.socket], on_error: Callable[[int, str], None]):
+    def __init__(
+        self, links: dict[int, socket.socket], meet: Callable[[], None], on_error: Callable[[int, str], None]
+    ):
         self._outbox = np.zeros(network.OUTBOX_WORDS, dtype=np.int64)
         self.address = self._outbox.ctypes.data
-        self._segments = _Segments()
+        self._segments, self._meet = _Segments(), meet
         self._receiver = _Receiver(links, self._segments, on_error)
         self._ranks = sorted(links)
         self._write_marker = network.load_write_marker()
@@ -71,8 +74,9 @@ class Proxy:
         self._close.atexit = False
 
     def register(self, segment: Any) -> None:
-        """Lets peers write to this rank's part of a segment while it lives. All ranks register alike, in order."""
+        """Collective: lets peers write to this rank's part of a segment while it lives."""
         segment.network = self._segments.add(segment), 0, 0
+        self._meet()  # a peer that is ahead may write there at once
 
     def settle(self, generation: int, timeout: float) -> None:
         """Collective: returns once all that any rank wrote down before has arrived here. Raises `TimeoutError`."""
@@ -267,12 +271,19 @@ def connect_proxy(
     Raises `TimeoutError` if one doesn't come, or what `check` raises.
     """
 
+    def meet() -> None:
+        hub.barrier(timeout=timeout, check=_nothing)
+
     def on_error(rank: int, text: str) -> None:
         tell = fail()
         if tell is not None:
             tell(EpcommError(f"rank {hub.rank}: rank {rank}, on another host, sent {text}"))
 
-    return NoProxy() if len(hub.leaders) == 1 else Proxy(_connect(hub, timeout, check), on_error)
+    return NoProxy() if len(hub.leaders) == 1 else Proxy(_connect(hub, timeout, check), meet, on_error)
+
+
+def _nothing() -> None:
+    return None
 
 
 def _connect(hub: Hub, timeout: float, check: Callable[[], None]) -> dict[int, socket.socket]:

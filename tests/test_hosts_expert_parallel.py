@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ep_cases import KINDS, Case, Step, in_all_kinds, require, round_trip, run_cases
+from ep_cases import KINDS, Case, Step, dispatched, in_all_kinds, require, round_trip, run_cases
 from host_cases import EVERY_WORLD, WORLDS, on_hosts
 from test_expert_parallel import placement_cases, shape_cases, traffic_cases
 
@@ -95,14 +95,14 @@ def run_after_reset(comm: epcomm.Communicator) -> None:
     """A failure in the middle of traffic, then the same handle in the next generation."""
     case = Case(max_tokens=64, hidden=512)
     ep = case.handle(comm)
-    for generation in range(3):
+    for _ in range(3):
         for number in range(3):
             round_trip(ep, Step(case, comm.size, number))
         error: Any = None
         try:
             if comm.rank == comm.size - 1:
                 comm.abort("on purpose")
-            ep.dispatch(Step(case, comm.size, 0).x()[comm.rank], ep.route(Step(case, comm.size, 0).exchange.indices[comm.rank]))
+            dispatched(ep, Step(case, comm.size, 0))
         except epcomm.errors.EpcommError as raised:
             error = raised
         assert "on purpose" in str(error)

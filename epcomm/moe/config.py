@@ -151,9 +151,9 @@ class Config:
         """Rows that can reach a rank if they travel once per (token, rank)."""
         return self.size * self.max_tokens
 
-    def rows_between_nodes(self, nodes: Sequence[int], rank: int) -> tuple[int, int]:
-        """The most rows that a rank sends to other nodes, and that come back from there."""
-        by_rank = self.max_tokens * min(self.topk, sum(node != nodes[rank] for node in nodes))
+    def rows_between_nodes(self, nodes: Sequence[int]) -> tuple[int, int]:
+        """The most rows that any rank sends to other nodes, and that come back from there."""
+        by_rank = self.max_tokens * min(self.topk, self.size - min(Counter(nodes).values()))
         by_expert = self.max_tokens * self.topk
         return by_rank if self.is_by_rank else by_expert, by_rank if self.layout == "flat" else by_expert
 

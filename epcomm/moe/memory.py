@@ -37,7 +37,7 @@ class Memory:
         outputs = layout.add("output blocks", num_blocks * output_bytes)
         self.arrivals = protocol.arrival_regions(config.most_arrivals, config.topk, row_bytes)
         arrivals = layout.add("arrivals", self.arrivals.size) if config.is_expanded else 0
-        self.departure_rows, self.return_rows = config.rows_between_nodes(runtime.nodes, runtime.rank)
+        self.departure_rows, self.return_rows = config.rows_between_nodes(runtime.nodes)
         self.departing = (
             protocol.arrival_regions(self.departure_rows, config.topk, row_bytes)
             if config.is_expanded
