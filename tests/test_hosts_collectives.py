@@ -153,6 +153,7 @@ def mismatched_calls(comm: epcomm.Communicator) -> list[Raised]:
     found = []
     for usual, other, _ in MISMATCHES.values():
         works(comm)
+        time.sleep(0.2)  # a failure may overtake the last words of a barrier on their way to another host
         found.append(raised_by(other if comm.rank == 1 else usual, comm))
         comm.reset()
     works(comm)
@@ -211,7 +212,9 @@ def test_timeouts(port: int) -> None:
     for number, name in enumerate(WAITS):
         errors = [found[number] for found in others]
         assert all(isinstance(error, (EpcommTimeoutError, PeerFailedError)) for error in errors), (name, errors)
-        assert any("waited 0.5 s for rank 3" in str(error) for error in errors), (name, errors)
+        # of an allreduce one that is no rail waits for the rail of its host, which waits for the late rank
+        awaited = "waited 0.5 s for rank" if name == "allreduce" else "waited 0.5 s for rank 3"
+        assert any(awaited in str(error) for error in errors), (name, errors)
 
 
 def failing_rank(comm: epcomm.Communicator) -> str:

@@ -90,9 +90,7 @@ def _reduce_on_rail(ctx, args, channel, count, length):
     sources = word(args, protocol.SOURCES) + channel * size * 8
     for distance in range(1, num_nodes):
         rank = member(ctx, table, (own_node + distance) % num_nodes, number)
-        status = meet_pushed(  # RAW
-            ctx, state, channel, protocol.PUSHED_PARTIAL, rank, count + 1, rank, sites.RAILS_PARTIAL
-        )
+        status = meet_pushed(ctx, state, channel, protocol.PUSHED_PARTIAL, rank, count + 1, sites.RAILS_PARTIAL)  # RAW
         if status != control.OK:
             return status
     if root < 0 or node_of(ctx, table, root) == own_node:

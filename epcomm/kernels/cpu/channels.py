@@ -44,7 +44,7 @@ def push(ctx, state, channel, kind, rank, about, value):
 
 
 @device
-def meet_pushed(ctx, state, channel, kind, about, value, rank, site):
-    """Waits for the word about rank `about`, which `rank` raises here."""
-    address = peer(ctx, word(ctx, control.RANK)) + _line(ctx, state, channel, kind, about)
+def meet_pushed(ctx, state, channel, kind, rank, value, site):
+    """Waits for the word about `rank` in this rank's segment."""
+    address = peer(ctx, word(ctx, control.RANK)) + _line(ctx, state, channel, kind, rank)
     return meet(ctx, address, value, rank, site)

@@ -44,9 +44,7 @@ def _send(ctx, args, channel, count, start, piece):
         reused = 0  # the slot was not used in this generation
     for distance in range(1, size):
         rank = (me + distance) % size
-        status = meet_pushed(  # WAR
-            ctx, state, channel, protocol.PUSHED_TAKEN, rank, reused, rank, sites.EXCHANGE_TAKEN
-        )
+        status = meet_pushed(ctx, state, channel, protocol.PUSHED_TAKEN, rank, reused, sites.EXCHANGE_TAKEN)  # WAR
         if status != control.OK:
             return status
     slot = slot_offset(word(state, protocol.SENT_SLOTS), channel, count)
@@ -85,6 +83,12 @@ def _tell_host(ctx, state, channel, kind, source, count):
 
 
 @device
+def _meet_sender(ctx, state, channel, count, rank):
+    """Waits until a peer's piece is there for those that it tells itself."""
+    return meet_pushed(ctx, state, channel, protocol.PUSHED_SENT, rank, count + 1, sites.EXCHANGE_SENT)  # RAW
+
+
+@device
 def _forward(ctx, args, channel, count):
     """Passes on what ranks of other hosts sent to this one for its host."""
     state = word(args, protocol.STATE)
@@ -93,9 +97,7 @@ def _forward(ctx, args, channel, count):
     for distance in range(1, size):
         rank = (me + distance) % size
         if peer(ctx, rank) == 0 and _forwarder(ctx, table, rank, node) == me:
-            status = meet_pushed(  # RAW
-                ctx, state, channel, protocol.PUSHED_SENT, rank, count + 1, rank, sites.EXCHANGE_SENT
-            )
+            status = _meet_sender(ctx, state, channel, count, rank)
             if status != control.OK:
                 return status
             _tell_host(ctx, state, channel, protocol.PUSHED_FORWARDED, rank, count)
@@ -108,21 +110,19 @@ def _arrival(ctx, args, channel, count, rank, piece):
     state, shared = word(args, protocol.STATE), word(args, protocol.SHARED)
     me, table = word(ctx, control.RANK), word(state, protocol.NODES)
     if peer(ctx, rank) != 0:
-        place = peer(ctx, rank) + slot_offset(word(state, protocol.SENT_SLOTS), channel, count)
-        if not shared:
-            place += me * piece
-        return place, meet_pushed(  # RAW
-            ctx, state, channel, protocol.PUSHED_SENT, rank, count + 1, rank, sites.EXCHANGE_SENT
-        )
+        staged = peer(ctx, rank) + slot_offset(word(state, protocol.SENT_SLOTS), channel, count)
+        return staged + (0 if shared else me * piece), _meet_sender(ctx, state, channel, count, rank)
     holder = _forwarder(ctx, table, rank, node_of(ctx, table, me)) if shared else me
-    place = peer(ctx, holder) + slot_offset(word(state, protocol.RECEIVED_SLOTS), channel, count) + rank * piece
-    if holder != me:
-        return place, meet_pushed(  # RAW
-            ctx, state, channel, protocol.PUSHED_FORWARDED, rank, count + 1, holder, sites.EXCHANGE_FORWARDED
-        )
-    return place, meet_pushed(  # RAW
-        ctx, state, channel, protocol.PUSHED_SENT, rank, count + 1, rank, sites.EXCHANGE_SENT
-    )
+    received = slot_offset(word(state, protocol.RECEIVED_SLOTS), channel, count) + rank * piece
+    if holder == me:
+        status = _meet_sender(ctx, state, channel, count, rank)
+    else:
+        status = _meet_sender(ctx, state, channel, count, holder)  # once it has come, it is the sender who is awaited
+        if status == control.OK:
+            status = meet_pushed(  # RAW
+                ctx, state, channel, protocol.PUSHED_FORWARDED, rank, count + 1, sites.EXCHANGE_FORWARDED
+            )
+    return peer(ctx, holder) + received, status
 
 
 @device

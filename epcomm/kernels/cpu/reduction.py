@@ -66,6 +66,7 @@ def partial_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
 def _compile(dtype: torch.dtype, source: torch.dtype, target: torch.dtype, op: str) -> Kernel:
     """`op` of `dtype`, of numbers that are stored as `source` to such as `target`: each is `dtype` or its partials'."""
     canonical, op = canonical_reduction(dtype, op)
+    FORMATS[canonical].check_available()
     formats = [canonical if stored is dtype else stored for stored in (source, target)]
     return _compile_canonical(canonical, *formats, op)
 
@@ -73,7 +74,6 @@ def _compile(dtype: torch.dtype, source: torch.dtype, target: torch.dtype, op: s
 @functools.cache
 def _compile_canonical(dtype: torch.dtype, source: torch.dtype, target: torch.dtype, op: str) -> Kernel:
     fmt, input_format, output_format = FORMATS[dtype], FORMATS[source], FORMATS[target]
-    fmt.check_available()
     finish = functools.partial(_divide, fmt) if op == "avg" else None
     name = f"reduction-{str(dtype).removeprefix('torch.')}-{op}"
     if source is not target:

@@ -22,7 +22,7 @@ _TEXTS = {
     TWO_SHOT_REDUCED: "to reduce its part of a chunk (RAW)",
     EXCHANGE_SENT: "to stage a chunk for this rank (RAW)",
     EXCHANGE_TAKEN: "to take the chunk whose slot is needed (WAR)",
-    EXCHANGE_FORWARDED: "to pass on a chunk that came from another host (RAW)",
+    EXCHANGE_FORWARDED: "to stage a chunk that another rank passes on (RAW)",
     RAILS_PARTIAL: "to reduce its host's part of a chunk (RAW)",
     MESSAGE_SENT: "to send (RAW)",
     MESSAGE_TAKEN: "to receive what was sent before (WAR)",
