@@ -32,8 +32,16 @@ IS_OCCUPIED = 14  # 1 while a thread is in an operation
 # what the last failed wait was waiting for
 FAILED_PEER, FAILED_SITE, FAILED_WANTED, FAILED_FOUND = 10, 11, 12, 13
 TICKET, LEFT = 15, 16  # programs of a GPU launch that began and that ended so far, in order
-PEERS = 17  # base addresses, by rank, of the segments that hold the collectives' regions; then of the control regions
+NETWORK = 17  # what the kernels' network takes beside a window: of GIN, the address of the device's ncclDevComm; else 0
+PEERS = 18  # base addresses, by rank, of the segments that hold the collectives' regions; then of the control regions
 CONTEXT_WORDS = PEERS
+
+# ---- window: words that describe a segment to kernels that use a network. First the address of each rank's part, 0 if
+# load and store don't reach it, then, counted from there:
+WINDOW_HANDLE = 0  # what the network calls the segment: NVSHMEM the own part's address, GIN an ncclWindow_t
+WINDOW_RAISED = 1  # address of what this rank raised so far, [rank, line], for networks that only add; else 0
+WINDOW_LINES = 2  # lines per rank of that table: signal words are at multiples of LINE below LINE * this
+WINDOW_WORDS = 3
 
 # ---- control region (byte offsets). One word per 128 bytes: adjacent lines are fetched together.
 LINE = 128
