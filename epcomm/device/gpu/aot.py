@@ -178,9 +178,8 @@ def compile_kernel(kernel: Kernel, arch: str) -> Any:
     )
     with triton.knobs.compilation.scope():
         triton.knobs.compilation.disable_line_info = False  # the lines tell what an access is for
-        return triton.compile(
-            source, target=GPUTarget("cuda", capability, 32), options=kernel.options_for(f"sm_{capability}")
-        )
+        target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+        return triton.compile(source, target=target, options=kernel.options_for(arch))
 
 
 def _assembler_log(text: str, capability: int) -> str:
