@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,17 @@ def test_structs_of_nccl_are_as_large_as_the_shim_has_them(request: Any, tmp_pat
     assert max(map(int, re.findall(r"\(\d+, (\d+)\)", made[1]))) <= 128  # bytes of an ncclGin_C that are written
     device_bytes = re.search(r"dereferenceable\((\d+)\)", made[1])
     assert device_bytes and int(device_bytes[1]) == nccl.bindings.nccl.dev_comm_dtype.itemsize
+
+
+def test_networks_without_a_library_are_not_linked() -> None:
+    assert libraries("none", "sm_90") == libraries("remote", "sm_90") == {}
+
+
+def test_registers_that_a_launch_can_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("epcomm.device.gpu.compile.libraries", lambda network, arch: {})
+    step = KERNELS["step"].made_for(NETWORK="nvshmem")
+    for num_warps, registers in ((4, 168), (8, 168), (16, 128)):
+        assert replace(step, num_warps=num_warps).options_for("sm_90")["maxnreg"] == registers
 
 
 def test_windows() -> None:

@@ -17,6 +17,7 @@ import torch
 from epcomm.device.gpu.nvshmem_slice import nvshmem_slice
 from epcomm.errors import UnsupportedError
 
+#: those of `network` that have a device library
 NETWORKS = ("nvshmem", "gin")
 
 _GIN_SHIM = Path(__file__).with_name("gin_shim.ll")
@@ -27,7 +28,7 @@ _DEVICE_LIBRARY = re.compile(r"libnvshmem_device_sm_(\d+)\.bc")
 
 def libraries(network: str, arch: str) -> dict[str, str]:
     """What Triton links a kernel with, in order: paths by name. Raises UnsupportedError with the reason if it can't."""
-    if network == "none":
+    if network not in NETWORKS:
         return {}
     return dict(_nvshmem(arch) if network == "nvshmem" else _gin())
 

@@ -15,8 +15,9 @@ from epcomm.device.gpu.bitcode import libraries
 #: names of a kernel's arguments, all int64, before its call words: the context, the parameter block, the fingerprint
 LEADING = ("ctx", "args", "fingerprint")
 
-#: registers per thread that a network's functions take without spilling; a kernel that calls them has as many
-_NETWORK_REGISTERS = {"none": 0, "nvshmem": 168, "gin": 128, "remote": 0}
+#: registers per thread that a network's functions take without spilling: a kernel that calls them may have as many
+_NETWORK_REGISTERS = {"nvshmem": 168, "gin": 128}
+_REGISTERS_PER_WARP = 65536 // 32  # of a multiprocessor, if one warp had them all
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ class Kernel:
 
         Raises UnsupportedError if its network's device library can't be linked.
         """
-        registers = max(self.max_registers, _NETWORK_REGISTERS[self.network])
+        most = _REGISTERS_PER_WARP // self.num_warps // 8 * 8  # with more, it couldn't be launched
+        registers = max(self.max_registers, min(_NETWORK_REGISTERS.get(self.network, 0), most))
         options = {"num_warps": self.num_warps, "maxnreg": registers, "enable_fp_fusion": False}
         linked = libraries(self.network, arch)
         return {**options, "extern_libs": linked} if linked else options
