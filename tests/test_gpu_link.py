@@ -87,9 +87,9 @@ def compilers() -> Iterator[ProcessPoolExecutor]:
 
 
 @pytest.fixture(scope="module")
-def compiling(compilers: ProcessPoolExecutor, request: pytest.FixtureRequest) -> dict[tuple[str, ...], Future]:
+def linking(compilers: ProcessPoolExecutor, request: pytest.FixtureRequest) -> dict[tuple[str, ...], Future]:
     """Each case that a test of this run asks for, in the tests' order."""
-    cases = [item.callspec.params["case"] for item in request.session.items if "compiling" in item.fixturenames]
+    cases = [item.callspec.params["case"] for item in request.session.items if "linking" in item.fixturenames]
     return {case: compilers.submit(compiled, *case) for case in dict.fromkeys(cases)}
 
 
@@ -108,10 +108,10 @@ CASES = [
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", CASES, ids="-".join)
-def test_kernel(case: tuple[str, str, str], compiling: dict[tuple[str, ...], Future], request: Any) -> None:
+def test_kernel(case: tuple[str, str, str], linking: dict[tuple[str, ...], Future], request: Any) -> None:
     name, network, arch = case
     need(request, network)
-    arm, states, missing = compiling[case].result()
+    arm, states, missing = linking[case].result()
     if network == "nvshmem":
         assert arm.calls == tuple(sorted(f"epcomm_nvshmem_{call}" for call in CALLS[name]))
         assert "nvshmemi_device_state_d" in states  # `cumodule_init` looks for it
