@@ -1,5 +1,7 @@
 # make demo    set everything up in .venv, then show expert-parallel traffic between processes, checked and timed
 # make test    set everything up in .venv, then run the tests; make test-all adds the slow ones
+# make test-gpu-link           install NVSHMEM's and NCCL's wheels, then compile kernels with both, to machine code
+# make test-gpu-link-reduced   the same for fewer kernels, for CI
 # make bench   the standard measurements, beside gloo and MPI
 # make lint    ruff and mypy
 # make clean   remove caches and build output; make distclean removes .venv too
@@ -19,11 +21,12 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) 
 # An empty file for each finished step, so that it is done once and again when its inputs change.
 VENV_READY := $(VENV)/.ready
 TEST_READY := $(VENV)/.ready-test
+LINK_READY := $(VENV)/.ready-link
 BENCH_READY := $(VENV)/.ready-bench
 BENCH_MISSING := $(VENV)/.bench-missing
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all bench bench-note lint clean distclean
+.PHONY: help demo test test-all test-gpu-link test-gpu-link-reduced bench bench-note lint clean distclean
 .NOTPARALLEL:
 
 help:
@@ -37,6 +40,12 @@ test: $(TEST_READY)
 
 test-all: $(TEST_READY)
 	$(BIN)/python -m pytest -m "slow or not slow" $(PYTEST_ARGS)
+
+test-gpu-link: $(LINK_READY)
+	$(BIN)/python -m pytest tests/test_gpu_link.py -m "slow or not slow" --require-networks $(PYTEST_ARGS)
+
+test-gpu-link-reduced: $(LINK_READY)
+	$(BIN)/python -m pytest tests/test_gpu_link.py --require-networks $(PYTEST_ARGS)
 
 bench: $(BENCH_READY) bench-note
 	$(BIN)/python benchmarks/decode_latency.py
@@ -55,6 +64,10 @@ $(VENV_READY): tools/make_venv.sh
 
 $(TEST_READY): $(VENV_READY) pyproject.toml constraints.txt
 	$(INSTALL) -e '.[test,dev]'
+	@touch $@
+
+$(LINK_READY): $(TEST_READY)
+	$(INSTALL) -e '.[test,dev,link]'
 	@touch $@
 
 # MPI and matplotlib are only there to compare and to plot: without them the demo and the benchmarks skip those parts.

@@ -9,6 +9,7 @@
 | `allreduce_profile.py` | what a small allreduce costs where ranks share cores |
 | `shared_core_profile.py` | the parts of a dispatch when ranks share cores, bound evenly and free |
 | `gpu_check.py`, `gpu_steps.py` | what one GPU can say about the CUDA target; what each rank does in it |
+| `gpu_networks.py` | the part of it that is about networks: a rank that puts to itself |
 | `workload.py`, `models.py` | inputs of an expert-parallel case and its float64 oracle; shapes of real models |
 | `epcomm_ep.py`, `competitors/` | what is measured, one contestant per file |
 | `timing.py`, `gate.py` | interleaved and hot-loop timing between ranks |

@@ -5,7 +5,7 @@
 Needs torch >= 2.11, Triton >= 3.6 and a GPU; takes a few minutes. Ranks are threads of this process that share the GPU:
 each has a stream and a share of the multiprocessors, so that all of them are resident and can wait for each other.
 Times are of CUDA graphs that hold several steps each. Every part reports "ran" or why not; the exit code is 1 if any
-failed.
+failed. A network that refuses to be used on this machine hasn't failed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import epcomm
-from benchmarks import results
+from benchmarks import gpu_networks, results
 from benchmarks.gpu_steps import (
     check_collectives,
     check_expert_parallel,
@@ -75,10 +75,19 @@ class Report:
         except Exception as error:  # whatever it is, it is this part's result
             value, outcome, detail = None, "failed", f"{type(error).__name__}: {error}"
             self._console.print(traceback.format_exc(), highlight=False)
+        self._add(name, started, outcome, detail, value)
+        return value
+
+    def network(self, name: str, run: Callable[[str], dict[str, Any]] = gpu_networks.outcome_in_process) -> None:
+        """Runs one of `gpu_networks.CHECKS`, which may be refused."""
+        started = time.monotonic()
+        found = run(name)
+        self._add(gpu_networks.CHECKS[name], started, found["outcome"], found["detail"], found.get("value"))
+
+    def _add(self, name: str, started: float, outcome: str, detail: str, value: Any) -> None:
         row = {"part": name, "outcome": outcome, "seconds": round(time.monotonic() - started, 2), "detail": detail}
         self.rows.append(row | ({"value": value} if value is not None else {}))
-        self._console.print(f"{outcome:6} {name} ({row['seconds']} s) {detail[:200]}", highlight=False)
-        return value
+        self._console.print(f"{outcome:7} {name} ({row['seconds']} s) {detail[:200]}", highlight=False)
 
 
 def measure(report: Report) -> None:
@@ -112,6 +121,8 @@ def measure(report: Report) -> None:
             lambda tokens=tokens: permutation_us(tokens),
         )
     report.part("2 processes on one GPU", lambda: on_gpu_ranks(2, "processes", check_collectives)[0])
+    for name in gpu_networks.CHECKS:
+        report.network(name)
 
 
 def _slowest(ranks: list[dict[str, float]], bandwidth: float | None) -> dict[str, float]:

@@ -48,11 +48,11 @@ def compile_all(jobs: Iterable[tuple[str, str]], workers: int) -> Iterator[tuple
 
 
 def compile_named(name: str, arch: str) -> CompiledArm:
-    """Compiles one of `arms` by its name: kernels themselves don't travel between processes."""
+    """Compiles one of `arms` or `link_arms` by its name: kernels themselves don't travel between processes."""
     from epcomm.device.gpu.aot import compile_arm
-    from epcomm.kernels.gpu.arms import arms
+    from epcomm.kernels.gpu.arms import arms, link_arms
 
-    return compile_arm(arms(everything=True)[name], arch)
+    return compile_arm({**arms(everything=True), **link_arms(everything=True)}[name], arch)
 
 
 def main(

@@ -8,6 +8,9 @@
 ``wait``                    until a word is ``>=`` a value: acquire, bounded by a deadline, abortable
 ``meet``                    the first wait on a peer in an operation: also compares what it is calling
 ``fence``                   order this program's earlier writes, streaming stores included
+``start_put``               GPU, to ranks that load and store don't reach: start a copy between parts of a segment
+``raise_remote``            there, raise a word after all that this program put to that rank
+``quiet``                   until the sources of this program's puts may be overwritten
 ==========================  ==============================================================================
 
 On CPUs a kernel takes ``(ctx, args, program, num_programs)``: the rank's context block and the operation's parameter

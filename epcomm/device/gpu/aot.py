@@ -30,7 +30,8 @@ class CompiledArm:
     arch               "sm_90"
     registers          32-bit registers per thread
     shared_bytes       shared memory per program
-    stack_bytes        stack frame or other local memory per thread; spilled registers lie there
+    stack_bytes        stack frame or other local memory per thread; spilled registers lie there, and what the functions
+                       of a network's library pass to each other
     spill_stores       bytes per thread that are spilled, and read back, as ptxas counts them
     spill_loads
     wide_loads         accesses of at least 16 bytes per thread in branches of `if ... WIDE`
@@ -44,6 +45,7 @@ class CompiledArm:
     noncoherent_loads  loads through the read-only path, which may miss what a peer wrote
     unseen_accesses    loads, stores and atomics without a state space, of which nothing above speaks
     products           32-bit products that may be part of an address
+    calls              the functions of a network's library that it calls; what is said of accesses leaves them out
     multimem           the different instructions for which NVLink's switch works
     cubin_bytes        size of the binary
     compile_seconds    near 0 when Triton's cache had it
@@ -68,6 +70,7 @@ class CompiledArm:
     noncoherent_loads: int
     unseen_accesses: int
     products: int
+    calls: tuple[str, ...]
     multimem: tuple[str, ...]
     cubin_bytes: int
     compile_seconds: float
@@ -85,7 +88,7 @@ class CompiledArm:
     def defects(self) -> list[str]:
         """What no kernel's code may have."""
         found = []
-        if self.spill_stores or self.spill_loads or self.stack_bytes:
+        if self.spill_stores or self.spill_loads or (self.stack_bytes and not self.calls):
             found.append(
                 f"uses local memory: {self.stack_bytes} bytes of stack, "
                 f"{self.spill_stores} bytes spilled, {self.spill_loads} read back"
@@ -129,10 +132,11 @@ def compile_arm(kernel: Kernel, arch: str) -> CompiledArm:
         raise UnsupportedError(f"{name_of(kernel)} is not for {arch}: {kernel.oldest_because}")
     capability = int(arch.removeprefix("sm_"))
     started = time.perf_counter()
-    compiled = _compile(kernel, capability)
+    compiled = compile_kernel(kernel, arch)
     seconds = time.perf_counter() - started
     used = ptx.resources(_assembler_log(compiled.asm["ptx"], capability))
-    found = ptx.accesses(compiled.asm["ptx"])
+    code = compiled.asm["ptx"] if kernel.network == "none" else ptx.own_code(compiled.asm["ptx"])
+    found = ptx.accesses(code)
     payload = [access for access in found if access.branch]
     wide = [access for access in payload if access.branch == "wide" and access.num_bytes >= 16]
     return CompiledArm(
@@ -155,16 +159,17 @@ def compile_arm(kernel: Kernel, arch: str) -> CompiledArm:
             bool(access.order) and access.scope != "sys" and access.function != "fetch_add" for access in found
         ),
         noncoherent_loads=sum(".nc" in access.instruction for access in found),
-        unseen_accesses=ptx.generic_accesses(compiled.asm["ptx"]),
+        unseen_accesses=ptx.generic_accesses(code),
         products=0 if kernel.constants.get("OP") == "prod" else ptx.products_in_32_bits(compiled.asm["ttir"]),
-        multimem=ptx.multimem_instructions(compiled.asm["ptx"]),
+        calls=() if kernel.network == "none" else ptx.calls(code),
+        multimem=ptx.multimem_instructions(code),
         cubin_bytes=len(compiled.asm["cubin"]),
         compile_seconds=seconds,
     )
 
 
-def _compile(kernel: Kernel, capability: int) -> Any:
-    """Triton's compiled kernel."""
+def compile_kernel(kernel: Kernel, arch: str) -> Any:
+    """What Triton's compiler makes of one arm; "ptx" and the like are in its `asm`."""
     names = kernel.function.arg_names
     source = ASTSource(
         fn=kernel.function,
@@ -173,7 +178,8 @@ def _compile(kernel: Kernel, capability: int) -> Any:
     )
     with triton.knobs.compilation.scope():
         triton.knobs.compilation.disable_line_info = False  # the lines tell what an access is for
-        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=kernel.options)
+        target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+        return triton.compile(source, target=target, options=kernel.options_for(arch))
 
 
 def _assembler_log(text: str, capability: int) -> str:

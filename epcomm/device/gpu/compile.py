@@ -10,8 +10,14 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from epcomm.device.gpu.bitcode import libraries
+
 #: names of a kernel's arguments, all int64, before its call words: the context, the parameter block, the fingerprint
 LEADING = ("ctx", "args", "fingerprint")
+
+#: registers per thread that a network's functions take without spilling: a kernel that calls them may have as many
+_NETWORK_REGISTERS = {"nvshmem": 168, "gin": 128}
+_REGISTERS_PER_WARP = 65536 // 32  # of a multiprocessor, if one warp had them all
 
 
 @dataclass(frozen=True)
@@ -44,9 +50,20 @@ class Kernel:
         return int(arch.removeprefix("sm_")) >= int(self.oldest_arch.removeprefix("sm_"))
 
     @property
-    def options(self) -> dict[str, Any]:
-        """What Triton's compiler is told. Products and sums round one by one, as on the CPU, unless by an fma."""
-        return {"num_warps": self.num_warps, "maxnreg": self.max_registers, "enable_fp_fusion": False}
+    def network(self) -> str:
+        """How it reaches ranks that load and store don't, see `device.gpu.network`; "none" if it needn't."""
+        return self.constants.get("NETWORK", "none")
+
+    def options_for(self, arch: str) -> dict[str, Any]:
+        """What Triton's compiler is told. Products and sums round one by one, as on the CPU, unless by an fma.
+
+        Raises UnsupportedError if its network's device library can't be linked.
+        """
+        most = _REGISTERS_PER_WARP // self.num_warps // 8 * 8  # with more, it couldn't be launched
+        registers = max(self.max_registers, min(_NETWORK_REGISTERS.get(self.network, 0), most))
+        options = {"num_warps": self.num_warps, "maxnreg": registers, "enable_fp_fusion": False}
+        linked = libraries(self.network, arch)
+        return {**options, "extern_libs": linked} if linked else options
 
     def made_for(self, **constants: Any) -> Kernel:
         """The arm with these constants."""

@@ -17,6 +17,9 @@ _PACKAGE = Path(__file__).resolve().parents[2]
 _FILE = re.compile(r'\s*\.file\s+(\d+)\s+"([^"]+)"')
 _MEMORY = re.compile(r"\s(?:ld|st|atom|red|fence|membar)\.[\w.:]+")
 _BITS = re.compile(r"\.[bufs](8|16|32|64|128)$")
+_FUNCTION = re.compile(r"(?:\.visible |\.weak |\.extern )?\.func\b")
+_NO_FUNCTION = re.compile(r"\s*\.(?:visible \.entry|file|section)\b")
+_CALL = re.compile(r"\bcall(?:\.uni)?\s+(?:\([^)]*\),\s*)?(\w+)")
 _ORDERS = {"acquire", "release", "acq_rel", "sc"}
 _SCOPES = {"cta", "cluster", "gpu", "sys"}
 
@@ -85,6 +88,24 @@ def accesses(ptx: str) -> list[Access]:
                 if ".global" in instruction or instruction.startswith(("fence.", "membar.")):
                     found.append(Access(instruction, *where))
     return found
+
+
+def own_code(ptx: str) -> str:
+    """It without the functions of the libraries that the kernel is linked with."""
+    kept, is_kept = [], True
+    for line in ptx.splitlines():
+        if _FUNCTION.match(line):
+            is_kept = False
+        elif _NO_FUNCTION.match(line):
+            is_kept = True
+        if is_kept:
+            kept.append(line)
+    return "\n".join(kept)
+
+
+def calls(ptx: str) -> tuple[str, ...]:
+    """The functions that are called in it."""
+    return tuple(sorted(set(_CALL.findall(ptx))))
 
 
 def generic_accesses(ptx: str) -> int:

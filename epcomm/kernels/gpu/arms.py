@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from epcomm.device.gpu.aot import name_of
+from epcomm.device.gpu.bitcode import NETWORKS
 from epcomm.device.gpu.compile import Kernel
 from epcomm.kernels.gpu.target import GpuKernels
 from epcomm.kernels.protocol.arithmetic import COMBINE_FORMS, ROW_SUM_DTYPES, SWITCH_DTYPES, SWITCH_OPS, supported_ops
@@ -61,7 +62,19 @@ MORE_REDUCTIONS = tuple((dtype, op) for dtype in (_BF16, _F16, _F32, _F64, *_INT
 
 
 def arms(everything: bool = False) -> dict[str, Kernel]:
-    """Arms by name, such as "dispatch EXPERTS=256 RANKS=8": a representative few, or all that users reach."""
+    """Arms by name, such as "dispatch EXPERTS=256 RANKS=8": a representative few, or all that users reach.
+
+    Those that are linked with a network's device library are in `link_arms`.
+    """
+    return {name: kernel for name, kernel in _named(everything).items() if kernel.network not in NETWORKS}
+
+
+def link_arms(everything: bool = False) -> dict[str, Kernel]:
+    """The same, of arms that Triton must link with a network's device library: their constant NETWORK names it."""
+    return {name: kernel for name, kernel in _named(everything).items() if kernel.network in NETWORKS}
+
+
+def _named(everything: bool) -> dict[str, Kernel]:
     found = [*_arms(QUANTIZED, COMBINES, QUANTIZED_COMBINES, REDUCTIONS, everything)]
     if everything:
         found += _arms(MORE_QUANTIZED, MORE_COMBINES, MORE_QUANTIZED_COMBINES, MORE_REDUCTIONS, everything)

@@ -27,6 +27,7 @@ from epcomm.heap.cpu import Allgather, Mapping
 from epcomm.heap.cuda import CudaSegment, LentMemory, register_host_memory, unregister_host_memory
 from epcomm.heap.cuda_symmetric import SymmetricCudaSegment, SymmetricGroup
 from epcomm.heap.layout import PAGE, align_up
+from epcomm.heap.network import TRANSPORTS, Network, NetworkSegment, connect
 from epcomm.heap.private import MirroredMemory
 from epcomm.kernels.gpu.target import GpuTarget
 
@@ -103,20 +104,28 @@ class CudaStream:
 class CudaTarget(GpuTarget):
     """See `kernels.target.Target`."""
 
-    name, transport = "cuda", "peer_memory"
+    name = "cuda"
     runs_on_threads = shares_control = False
     defers = True
 
-    def __init__(self, device: torch.device, sm_budget: int | None = None):
+    def __init__(self, device: torch.device, sm_budget: int | None = None, transport: str = "auto"):
+        if transport not in TRANSPORTS:
+            wanted = ", ".join(map(repr, TRANSPORTS))
+            raise ConfigError(f"init: argument `transport`: wanted one of {wanted}, got {transport!r}")
         self.device = require_cuda(device)
+        self.transport = "peer_memory" if transport == "auto" else transport  # until the ranks have met
+        self._wanted = transport
+        self.network: Network | None = None
         self.kind = torch.cuda.get_device_name(self.device) + " with sm_budget=0" * (sm_budget == 0)
         self.copy_engine_bytes = _COPY_ENGINE_BYTES if sm_budget == 0 else 0
-        major = torch.cuda.get_device_capability(self.device)[0]
+        major, minor = torch.cuda.get_device_capability(self.device)
+        self._arch = f"sm_{major}{minor}"
         links, memory = _BANDWIDTHS.get(major, _BANDWIDTHS[max(_BANDWIDTHS)])
         self.link_speed = links / memory
         self.stream = CudaStream()
         self._num_programs = 1
         self._group: SymmetricGroup | None = None
+        self._has_met = False
 
     def default_num_programs(self, size: int) -> int:
         if self.copy_engine_bytes:
@@ -135,15 +144,21 @@ class CudaTarget(GpuTarget):
 
     def segment(
         self, rank: int, num_bytes: int, prefault: Any, allgather: Allgather
-    ) -> CudaSegment | SymmetricCudaSegment:
+    ) -> CudaSegment | SymmetricCudaSegment | NetworkSegment:
         def exchange(payload: bytes) -> list[bytes]:
             return [message for message, _ in allgather(payload, ())]
 
+        if not self._has_met:
+            self.network = connect(self._wanted, rank, self.device, exchange)
+            self.transport = self.network.name if self.network else "peer_memory"
+            self._has_met = True
+        if self.network is not None:
+            return self.network.segment(num_bytes)
         if self._group is None:
             self._group = SymmetricGroup(rank, self.device, exchange)
         return self._group.segment(num_bytes, exchange) or CudaSegment(num_bytes, self.device, exchange)
 
-    def multicast(self, segment: CudaSegment | SymmetricCudaSegment) -> int:
+    def multicast(self, segment: CudaSegment | SymmetricCudaSegment | NetworkSegment) -> int:
         return segment.multicast
 
     def owned_memory(self, num_bytes: int) -> LentMemory:
@@ -156,8 +171,11 @@ class CudaTarget(GpuTarget):
         """
         with _loading, torch.cuda.device(self.device):
             numbers = [0] * (len(LEADING) + CALL_WORDS)
-            compiled = kernel.function.run(*numbers, grid=(1,), warmup=True, **kernel.options, **kernel.constants)
+            options = kernel.options_for(self._arch)
+            compiled = kernel.function.run(*numbers, grid=(1,), warmup=True, **options, **kernel.constants)
             compiled._init_handles()
+            if self.network is not None and kernel.network != "none":
+                self.network.prepare(compiled.module)
 
     def launch(self, ctx: MirroredMemory, kernel: Kernel, args: MirroredMemory, fingerprint: int, *words: int) -> int:
         numbers = (ctx.address, args.address, fingerprint, *map(int, words), *[0] * (CALL_WORDS - len(words)))
@@ -167,7 +185,7 @@ class CudaTarget(GpuTarget):
         def run() -> None:
             with torch.cuda.device(self.device):
                 grid = (kernel.programs(self._num_programs),)
-                kernel.function[grid](*numbers, **kernel.options, **kernel.constants)
+                kernel.function[grid](*numbers, **kernel.options_for(self._arch), **kernel.constants)
                 if kernel.reports and not is_captured:
                     torch.cuda.current_stream().synchronize()
 

@@ -1,0 +1,491 @@
+"""Kernels with a network, to machine code: linked with NVSHMEM's and NCCL's device libraries, without a GPU.
+
+What needs the wheels (epcomm[link]) is skipped without them; `make test-gpu-link` installs and requires them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import multiprocessing
+import os
+import pickle
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from network_kernels import KERNELS, compiled
+
+from epcomm.aot import compile_named
+from epcomm.device import control
+from epcomm.device.gpu import bitcode, nvshmem_slice, ptx
+from epcomm.device.gpu.bitcode import NETWORKS, libraries
+from epcomm.errors import ConfigError, UnsupportedError
+from epcomm.heap import network as heap_network
+from epcomm.heap.nccl import NcclNetwork, prefixed, require_gin, requirements
+from epcomm.heap.network import NetworkSegment, agreed, connect, require_processes, window_words
+from epcomm.heap.nvshmem import NvshmemNetwork, require_nvshmem
+from epcomm.kernels.gpu.arms import link_arms
+
+ARCHITECTURES = ("sm_90", "sm_100")
+#: what each kernel calls
+CALLS = {
+    "put": {"put"},
+    "signal": {"raise"},
+    "complete": {"quiet"},
+    "step": {"put", "raise", "quiet"},
+}
+GIN_CALLS = {"put": "put", "raise": "add", "quiet": "flush"}
+#: bytes of stack that the libraries' functions take
+MOST_STACK = 256
+#: what the driver has: assertions of the libraries print
+OF_DRIVER = {"__assertfail", "vprintf"}
+
+WHEELS = {"nvshmem": "nvshmem", "gin": "nccl"}
+BINDINGS = {"nvshmem": "nvshmem.core", "gin": "nccl.core"}
+
+
+def need(request: pytest.FixtureRequest, network: str, with_bindings: bool = False) -> None:
+    """Skips what needs a network's wheels where they aren't installed, or fails if they are required."""
+    missing = ""
+    try:
+        bitcode.installed(WHEELS[network])
+    except UnsupportedError as error:
+        missing = str(error)
+    package = BINDINGS[network].split(".")[0]
+    if with_bindings and not missing and importlib.util.find_spec(package) is None:
+        missing = f"{package} isn't installed"
+    if missing and request.config.getoption("--require-networks"):
+        pytest.fail(f"{missing}; epcomm[link] is required")
+    if missing:
+        pytest.skip(f"{missing}; make test-gpu-link installs it")
+
+
+def one_rank(payload: bytes) -> list[bytes]:
+    """An exchange among one rank."""
+    return [payload]
+
+
+# ---- to machine code
+
+
+@pytest.fixture(scope="module")
+def compilers() -> Iterator[ProcessPoolExecutor]:
+    """Processes that compile."""
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+        yield pool
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture(scope="module")
+def linking(compilers: ProcessPoolExecutor, request: pytest.FixtureRequest) -> dict[tuple[str, ...], Future]:
+    """Each case that a test of this run asks for, in the tests' order."""
+    cases = [item.callspec.params["case"] for item in request.session.items if "linking" in item.fixturenames]
+    return {case: compilers.submit(compiled, *case) for case in dict.fromkeys(cases)}
+
+
+def is_reduced(name: str, network: str, arch: str) -> bool:
+    """Whether a case is in the reduced matrix: each function and each library once, each architecture once."""
+    return network != "nvshmem" or (name, arch) in {("step", "sm_90"), ("signal", "sm_90")}
+
+
+CASES = [
+    pytest.param((name, network, arch), marks=() if is_reduced(name, network, arch) else pytest.mark.slow)
+    for network in NETWORKS
+    for arch in ARCHITECTURES
+    for name in KERNELS
+]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_kernel(case: tuple[str, str, str], linking: dict[tuple[str, ...], Future], request: Any) -> None:
+    name, network, arch = case
+    need(request, network)
+    arm, states, missing = linking[case].result()
+    if network == "nvshmem":
+        assert arm.calls == tuple(sorted(f"epcomm_nvshmem_{call}" for call in CALLS[name]))
+        assert "nvshmemi_device_state_d" in states  # `cumodule_init` looks for it
+    else:
+        assert arm.calls == tuple(sorted(f"epcomm_gin_{GIN_CALLS[call]}" for call in CALLS[name]))
+        assert states == set()
+    assert missing <= OF_DRIVER
+    assert (arm.spill_stores, arm.spill_loads) == (0, 0)
+    assert arm.stack_bytes <= MOST_STACK
+    assert arm.registers <= KERNELS[name].made_for(NETWORK=network).options_for(arch)["maxnreg"]
+    assert arm.defects() == []
+    assert arm.cubin_bytes > 0
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_no_network_leaves_nothing(name: str) -> None:
+    arm, states, missing = compiled(name, "none", "sm_90")
+    assert (arm.calls, states, missing, arm.stack_bytes) == ((), set(), set(), 0)
+    assert "extern_libs" not in KERNELS[name].made_for(NETWORK="none").options_for("sm_90")
+
+
+LINK_ARMS = [
+    pytest.param(name, arch, marks=() if arch == "sm_90" and name in link_arms() else pytest.mark.slow)
+    for arch in ARCHITECTURES
+    for name, kernel in link_arms(everything=True).items()
+    if kernel.runs_on(arch)
+]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name, arch", LINK_ARMS)
+def test_arm(name: str, arch: str, compilers: ProcessPoolExecutor, request: Any) -> None:
+    kernel = link_arms(everything=True)[name]
+    need(request, kernel.network)
+    arm = compilers.submit(compile_named, name, arch).result()
+    assert arm.calls and arm.defects() == []
+    assert arm.stack_bytes <= MOST_STACK and arm.registers <= kernel.options_for(arch)["maxnreg"]
+
+
+def test_interpreted_kernels_do_without_a_network() -> None:
+    code = (
+        "from network_kernels import complete; complete.function[(1,)](0, 0, NETWORK='none');"
+        "from epcomm.device.gpu.machine import INTERPRETED; print(INTERPRETED)"
+    )
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment,
+        cwd=Path(__file__).parent,
+    )  # fmt: skip
+    assert (result.returncode, result.stdout.strip()) == (0, "True"), result.stderr
+
+
+# ---- what the shims assume
+
+
+def nccl_text(symbol: str, folder: Path) -> str:
+    """LLVM's text of a function of NCCL's bitcode and all that it reaches."""
+    from triton._C.libtriton import ir, llvm
+
+    caller = folder / "caller.mlir"
+    caller.write_text(
+        f"llvm.func @{symbol}()\nllvm.func @call() {{\n  llvm.call @{symbol}() : () -> ()\n  llvm.return\n}}\n"
+    )
+    dialects, context = ir.context(), llvm.context()
+    ir.load_dialects(dialects)
+    llvm.init_targets()
+    module = llvm.to_module(ir.parse_mlir_module(str(caller), dialects), context)
+    llvm.attach_datalayout(module, "nvptx64-nvidia-cuda", "sm_90", "")
+    llvm.link_extern_libs(module, [libraries("gin", "sm_90")["nccl"]])
+    return str(module)
+
+
+def signature(text: str, keyword: str, symbol: str) -> list[str]:
+    """Types of a function's result and parameters, and which of them are passed as a copy."""
+    found = re.search(rf"^{keyword} [^\n]*?(\S+) @{symbol}\((.*?)\)(?: [^()\n]*)?$", text, re.MULTILINE)
+    assert found, symbol
+    inner = found[2]
+    while (plain := re.sub(r"\([^()]*\)", "", inner)) != inner:
+        inner = plain
+    words = [re.findall(r"byval|zeroext|\b(?:ptr|i\d+)\b", parameter) for parameter in inner.split(",")]
+    return [found[1], *map(" ".join, words)]
+
+
+@pytest.mark.parametrize("symbol", ["ncclGinPut_v3", "ncclGinSignal_v3", "ncclGinFlush", "ncclGin_C_init"])
+def test_gin_shim_declares_what_nccl_defines(symbol: str, request: Any, tmp_path: Path) -> None:
+    need(request, "gin")
+    shim = Path(libraries("gin", "sm_90")["gin"]).read_text()
+    defined = signature(nccl_text(symbol, tmp_path), "define", symbol)
+    assert signature(shim, "declare", symbol) == defined and "ptr" in defined
+
+
+def test_structs_of_nccl_are_as_large_as_the_shim_has_them(request: Any, tmp_path: Path) -> None:
+    need(request, "gin", with_bindings=True)
+    import nccl.bindings.nccl
+
+    text = nccl_text("ncclGinSignal_v3", tmp_path)
+    assert "%struct.ncclTeam = type { i32, i32, i32 }" in text
+    assert '%struct.ncclCoopAny = type { %"struct.ncclCoopAny::Storage", ptr }' in text
+    assert '%"struct.ncclCoopAny::Storage" = type { [16 x i8] }' in text
+    made = re.search(r"^define [^\n]*@ncclGin_C_init\(([^\n]*)", nccl_text("ncclGin_C_init", tmp_path), re.MULTILINE)
+    assert made
+    assert max(map(int, re.findall(r"\(\d+, (\d+)\)", made[1]))) <= 128  # bytes of an ncclGin_C that are written
+    device_bytes = re.search(r"dereferenceable\((\d+)\)", made[1])
+    assert device_bytes and int(device_bytes[1]) == nccl.bindings.nccl.dev_comm_dtype.itemsize
+
+
+def test_networks_without_a_library_are_not_linked() -> None:
+    assert libraries("none", "sm_90") == libraries("remote", "sm_90") == {}
+
+
+def test_registers_that_a_launch_can_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("epcomm.device.gpu.compile.libraries", lambda network, arch: {})
+    step = KERNELS["step"].made_for(NETWORK="nvshmem")
+    for num_warps, registers in ((4, 168), (8, 168), (16, 128)):
+        assert replace(step, num_warps=num_warps).options_for("sm_90")["maxnreg"] == registers
+
+
+def test_windows() -> None:
+    segment = NetworkSegment(None, bases=torch.tensor([0, 4096, 0]).numpy(), handle=77)  # type: ignore[arg-type]
+    assert window_words(segment, raised=88, num_lines=9) == [0, 4096, 0, 77, 88, 9]
+    assert len(window_words(segment)) == 3 + control.WINDOW_WORDS
+
+
+def test_own_code_leaves_out_libraries() -> None:
+    text = """.func of_a_library(.param .b64 a)
+        .visible .entry kernel(
+        call.uni (retval0), of_a_library, (param0);
+        ld.global.b32 %r1, [%rd1];
+        }
+        .func of_a_library(.param .b64 a)
+        call.uni another, (param0);
+        ld.b32 %r1, [%rd1];
+        .file 1 "/kernel.py"
+    """.replace("        ", "\t").replace("\t.", ".")
+    code = ptx.own_code(text)
+    assert ptx.calls(code) == ("of_a_library",)
+    assert ptx.generic_accesses(code) == 0 and ptx.generic_accesses(text) == 1
+    assert '.file 1 "/kernel.py"' in code
+
+
+# ---- finding the libraries
+
+
+@pytest.fixture()
+def fresh() -> Iterator[None]:
+    """Nothing that was found before is remembered, or afterwards."""
+    bitcode._nvshmem.cache_clear()
+    bitcode._gin.cache_clear()
+    yield
+    bitcode._nvshmem.cache_clear()
+    bitcode._gin.cache_clear()
+
+
+@pytest.mark.parametrize("network, wheel", WHEELS.items())
+def test_wheel_is_missing(network: str, wheel: str, fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_found(name: str) -> None:
+        raise bitcode.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(bitcode.metadata, "distribution", not_found)
+    with pytest.raises(UnsupportedError, match=f"pip install nvidia-{wheel}-cu1[23]"):
+        KERNELS["put"].made_for(NETWORK=network).options_for("sm_90")
+
+
+@pytest.mark.parametrize(
+    "contents, library, message",
+    [
+        (None, "2.32.3", "2.28.9 has no device bitcode, which came with 2.30.7: pip install -U"),
+        (b"ncclGinPut_v2 ncclGinFlush", "2.28.9", "has no ncclGinPut_v3, ncclGinSignal_v3, ncclGin_BackendMaskILj60E"),
+        (b" ".join(bitcode._GIN_SYMBOLS), "2.32.3", "bitcode is of version 2.28.9, the NCCL that is loaded of 2.32.3"),
+        (b" ".join(bitcode._GIN_SYMBOLS), "2.28.9", ""),
+    ],
+)
+def test_nccl_is_not_the_one(
+    contents: bytes | None, library: str, message: str, fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if contents is not None:
+        (tmp_path / "libnccl_device.bc").write_bytes(contents)
+    monkeypatch.setattr(bitcode, "installed", lambda name: ("2.28.9", tmp_path))
+    monkeypatch.setattr(bitcode, "nccl_version", lambda path: library)
+    if message:
+        with pytest.raises(UnsupportedError, match=re.escape(message)):
+            libraries("gin", "sm_90")
+    else:
+        assert list(libraries("gin", "sm_90")) == ["gin", "nccl"]  # in the order in which they are linked
+
+
+def test_nccl_cannot_be_loaded(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="NCCL can't be loaded"):
+        bitcode.nccl_version(tmp_path / "libnccl.so.2")
+
+
+def test_nccl_tells_its_version(request: Any) -> None:
+    need(request, "gin")
+    version, folder = bitcode.installed("nccl")
+    assert bitcode.nccl_version(folder / "libnccl.so.2") == version
+
+
+@pytest.mark.parametrize(
+    "files, arch, chosen",
+    [
+        (("libnvshmem_device_sm_80.bc", "libnvshmem_device_sm_90.bc"), "sm_100", ("sm_90.bc", "sm_90")),
+        (("libnvshmem_device_sm_80.bc", "libnvshmem_device_sm_90.bc"), "sm_86", ("sm_80.bc", "sm_80")),
+        (("libnvshmem_device.bc",), "sm_90", ("device.bc", "sm_90")),
+        (("libnvshmem_device_sm_90.bc",), "sm_80", None),
+    ],
+)
+def test_nvshmem_of_an_architecture(
+    files: tuple[str, ...], arch: str, chosen: tuple[str, str] | None, fresh: None, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    for file in files:
+        (tmp_path / file).touch()
+    monkeypatch.setattr(bitcode, "installed", lambda name: ("3.8.0", tmp_path))
+    monkeypatch.setattr(bitcode, "nvshmem_slice", lambda library, version, arch: (library.name, version, arch))
+    if chosen is None:
+        with pytest.raises(UnsupportedError, match="3.8.0 has no device bitcode for sm_80"):
+            libraries("nvshmem", arch)
+    else:
+        file, sliced_for = chosen
+        found: Any = re.match(r"\('(.*)', '3.8.0', '(.*)'\)", libraries("nvshmem", arch)["nvshmem"])
+        assert found[1].endswith(file) and found[2] == sliced_for
+
+
+# ---- the slice of NVSHMEM's library
+
+
+@pytest.fixture()
+def empty_cache(tmp_path: Path) -> Iterator[Path]:
+    with triton.knobs.cache.scope():
+        triton.knobs.cache.dir = str(tmp_path)
+        yield tmp_path / "epcomm"
+
+
+def test_slice_is_made_once(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(nvshmem_slice, "_linked", lambda library, version, arch: made.append(arch) or "text")
+    paths = []
+    threads = [
+        threading.Thread(target=lambda: paths.append(nvshmem_slice.nvshmem_slice(Path("a.bc"), "3.8.0", "sm_90")))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert made == ["sm_90"] and len(paths) == 4 and len(set(paths)) == 1
+    assert paths[0].read_text() == "text" and "3.8.0-sm_90-triton" in paths[0].name
+    assert nvshmem_slice.nvshmem_slice(Path("a.bc"), "3.8.0", "sm_100") != paths[0]
+
+
+def test_slice_that_fails_leaves_nothing(empty_cache: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "libnvshmem_device_sm_90.bc"
+    broken.write_bytes(b"BC\xc0\xdebroken")
+    with pytest.raises(UnsupportedError, match="can't read the device library of NVSHMEM 9.9 .*newer Triton"):
+        nvshmem_slice.nvshmem_slice(broken, "9.9", "sm_90")
+    assert [path.suffix for path in empty_cache.iterdir()] == [".lock"]
+
+
+def test_slice_of_a_library_without_the_functions(empty_cache: Path, tmp_path: Path) -> None:
+    library = tmp_path / "old.ll"
+    library.write_text('target triple = "nvptx64-nvidia-cuda"\ndefine void @nvshmem_quiet() {\n  ret void\n}\n')
+    with pytest.raises(UnsupportedError, match="has no nvshmem_fence, nvshmemx_putmem_nbi_block, nvshmemx_signal_op"):
+        nvshmem_slice.nvshmem_slice(library, "3.0", "sm_90")
+
+
+# ---- the host's side, as far as it goes without a GPU
+
+
+def test_versions_that_hosts_check(request: Any) -> None:
+    need(request, "gin", with_bindings=True)
+    require_gin()
+    need(request, "nvshmem", with_bindings=True)
+    require_nvshmem("sm_90")
+
+
+@pytest.mark.parametrize("network, module", [("nvshmem", "nvshmem.core"), ("gin", "nccl.core")])
+def test_bindings_are_missing(network: str, module: str, request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    need(request, network)
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setitem(sys.modules, module.split(".")[0], None)
+    with pytest.raises(UnsupportedError, match="pip install n(vshmem4py-cu12|ccl4py)"):
+        require_gin() if network == "gin" else require_nvshmem("sm_90")
+
+
+@pytest.mark.parametrize("network", [NvshmemNetwork, NcclNetwork])
+def test_network_needs_a_gpu(network: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UnsupportedError, match="can't be used: rank 0: N.* needs a GPU: torch .* finds no CUDA GPU"):
+        network(0, torch.device("cuda", 0), one_rank)
+
+
+def test_calls_of_nvshmem4py(request: Any) -> None:
+    need(request, "nvshmem", with_bindings=True)
+    import nvshmem.bindings
+    import nvshmem.core
+
+    inspect.signature(nvshmem.core.init).bind(device=0, uid=0, rank=0, nranks=1, initializer_method="uid")
+    inspect.signature(nvshmem.core.get_unique_id).bind(empty=True)
+    inspect.signature(nvshmem.core.finalize).bind()
+    assert nvshmem.bindings.uniqueid().ptr and nvshmem.bindings.uniqueid_dtype.itemsize == 128
+    for call, arguments in (("malloc", 1), ("free", 1), ("ptr", 2), ("cumodule_init", 1), ("cumodule_finalize", 1)):
+        inspect.signature(getattr(nvshmem.bindings, call)).bind(*range(arguments))
+
+
+def test_calls_of_nccl4py(request: Any) -> None:
+    need(request, "gin", with_bindings=True)
+    import nccl.bindings.nccl
+    import nccl.core
+    from nccl.core.utils import UniqueId
+
+    unique_id = nccl.core.get_unique_id()
+    assert bytes(UniqueId.from_bytes(bytes(unique_id.as_bytes)).as_bytes) == bytes(unique_id.as_bytes)
+    inspect.signature(nccl.core.Communicator.init).bind(1, 0, unique_id)
+    inspect.signature(nccl.core.Communicator.register_window).bind(None, None, nccl.core.WindowFlag.COLL_SYMMETRIC)
+    inspect.signature(nccl.core.Communicator.create_dev_comm).bind(None, requirements())
+    inspect.signature(nccl.core.mem_alloc).bind(4096, 0)
+    inspect.signature(nccl.core.RegisteredWindowHandle.get_peer_device_pointer).bind(None, 0)
+    for name in ("destroy", "nranks", "properties"):
+        assert hasattr(nccl.core.Communicator, name)
+    fields = nccl.core.NCCLCommProperties.__dataclass_fields__
+    assert {"device_api_support", "gin_type", "gin_connection_type", "dev_comm_runtime_version_size"} <= set(fields)
+    host = nccl.bindings.nccl.DevComm()
+    assert {"ptr", "gin_context_count"} <= set(dir(host))
+    assert nccl.bindings.nccl.dev_comm_dtype.names[:2] == ("magic", "version")
+    wanted = requirements()
+    assert wanted.gin_va_signals_required and wanted.gin_strong_signals_required
+    assert wanted.gin_connection_type == nccl.core.NcclGinConnectionType.FULL
+
+
+def test_kernels_find_the_number_of_contexts_before_the_communicator() -> None:
+    text = prefixed(b"\xef\xbe\xfe\xca" + bytes(244), 4)
+    assert len(text) == 128 + 248 and int.from_bytes(text[:8], "little") == 4 and text[128:132] == b"\xef\xbe\xfe\xca"
+
+
+def test_failure_of_one_rank_is_raised_by_all() -> None:
+    def exchange(payload: bytes) -> list[bytes]:
+        return [payload, pickle.dumps("no adapter")]
+
+    with pytest.raises(UnsupportedError, match="GIN: rank 1: no adapter"):
+        agreed("GIN", exchange, lambda: 1)
+    with pytest.raises(UnsupportedError, match="GIN: rank 0: ValueError: bad"):
+        agreed("GIN", one_rank, lambda: int(_raise(ValueError("bad"))))
+    assert agreed("GIN", one_rank, lambda: 7) == 7
+
+
+def _raise(error: Exception) -> int:
+    raise error
+
+
+def test_ranks_of_a_network_are_processes() -> None:
+    require_processes("GIN", one_rank)
+    with pytest.raises(UnsupportedError, match="must be a process of its own"):
+        require_processes("GIN", lambda payload: [payload, payload])
+
+
+def test_transport_is_a_network_only_between_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert connect("auto", 0, device, one_rank) is None
+    assert connect("peer_memory", 0, device, one_rank) is None
+
+    def with_another(payload: bytes) -> list[bytes]:
+        found = pickle.loads(payload)
+        return [payload, pickle.dumps(("auto", "another machine")) if isinstance(found, tuple) else payload]
+
+    with pytest.raises(UnsupportedError, match="on several machines: NCCL's GIN .*; NVSHMEM can't"):
+        connect("auto", 0, device, with_another)
+    with pytest.raises(ConfigError, match="wanted the same on all ranks, got 'auto', 'gin'"):
+        connect("gin", 0, device, with_another)
+    assert heap_network._boot_id()
+
+
+def test_transport_is_known() -> None:
+    from epcomm.kernels.gpu.cuda import CudaTarget
+
+    with pytest.raises(ConfigError, match="wanted one of 'auto', 'peer_memory', 'nvshmem', 'gin', got 'infiniband'"):
+        CudaTarget(torch.device("cuda"), transport="infiniband")
