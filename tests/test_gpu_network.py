@@ -1,0 +1,82 @@
+"""The GPU target's kernels among ranks of several nodes, interpreted, by a network that is late and out of order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from ep_cases import KINDS, Case, Step, in_all_kinds, require, run_cases
+
+import epcomm
+from epcomm.errors import UnsupportedError
+from epcomm.moe.quantize import Float8
+from epcomm.testing.adversary import delay_operations
+from epcomm.testing.interpreter import kernels_of
+from epcomm.testing.oracle import combined
+from epcomm.testing.ranks import run_ranks
+
+WORLDS = {"1+1": [0, 1], "2+2": [0, 0, 1, 1], "interleaved": [0, 1, 0, 1]}
+CASES = [
+    Case(gate="holes_and_duplicates", tokens="uneven"),
+    Case(hidden=16, tokens="none_on_even_ranks", gate="zipf", index_dtype=torch.int32, dtype=torch.float32),
+]
+
+
+def on_nodes(nodes: Sequence[int], body: Callable[..., Any], *args: Any) -> list[Any]:
+    """What ``body(communicator, *args)`` returns on ranks that reach those of their own node by load and store only."""
+
+    def run() -> Any:
+        with kernels_of("triton", network="remote", nodes=nodes), epcomm.init(timeout=30.0) as comm:
+            delay_operations(comm, seed=comm.size, longest=0.0005)
+            return body(comm, *args)
+
+    return run_ranks(run, len(nodes), timeout=100.0)
+
+
+@pytest.mark.parametrize("nodes", WORLDS.values(), ids=WORLDS)
+def test_traffic(nodes: list[int]) -> None:
+    on_nodes(nodes, run_cases, list(in_all_kinds(CASES[: 2 if len(nodes) == 2 else 1])))
+
+
+def run_options(comm: epcomm.Communicator, cases: Sequence[Case]) -> None:
+    """Unreduced, quantised both ways, split, and of several tensors."""
+    for case in cases:
+        ep = case.handle(comm)
+        for number in range(3):
+            step = Step(case, comm.size, number)
+            routing = ep.route(step.exchange.indices[comm.rank])
+            x, y = step.x()[comm.rank], step.y()[comm.rank]
+            received = ep.dispatch(x, routing, split=True).finish()
+            again = ep.dispatch((x, step.weights[comm.rank].double()), routing)
+            defined = step.exchange.rows[comm.rank].is_real if case.layout == "padded" else slice(None)
+            require(step, again.x[0][defined], received.x[defined])
+            halves = ep.combine(y, received, split=True).finish()
+            require(step, halves, combined(step.exchange, comm.rank, step.y(), None).exact.to(case.dtype))
+            if case.layout != "flat":
+                slots = ep.combine(y.float(), received, reduce=False)
+                require(step, slots.sum(1).to(case.dtype), halves)
+            codes, _ = ep.dispatch(x, routing, quantize=Float8()).x
+            wanted, _ = Float8().quantized(received.x.contiguous().view(-1, case.hidden))
+            real = defined.reshape(-1) if case.layout == "padded" else defined
+            require(step, codes.reshape(-1, case.hidden)[real].float(), wanted[real].float())
+        ep.close()
+
+
+def test_options() -> None:
+    case = Case(hidden=128, num_experts=5, max_tokens=5, gate="holes_and_duplicates", tokens="uneven")
+    on_nodes(WORLDS["1+1"], run_options, [replace(case, mode=mode, layout=layout) for mode, layout in KINDS])
+    on_nodes(WORLDS["1+1"], run_options, [replace(case, wire="rank")])
+
+
+def run_collectives(comm: epcomm.Communicator) -> None:
+    for _ in range(20):
+        comm.barrier()
+    with pytest.raises(UnsupportedError, match="reach each other by load and store"):
+        comm.allreduce(torch.ones(1))
+
+
+def test_collectives_other_than_the_barrier_are_refused() -> None:
+    on_nodes(WORLDS["interleaved"], run_collectives)
