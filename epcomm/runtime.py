@@ -54,7 +54,10 @@ class Runtime:
             lambda: SymmetricSegment(self.rank, control_bytes, (), self._allgather), control_bytes
         )
         target.start(num_programs, self.control.mapped, control.control_region_bytes(self.size))
-        self._proxy = connect_proxy(hub, timeout, self.check, weakref.WeakMethod(self.fail))
+        network = target.connect(self.rank)
+        if network is not None:
+            self.nodes = network.nodes
+        self._proxy = network or connect_proxy(hub, timeout, self.check, weakref.WeakMethod(self.fail))
         self._proxy.register(self.control)
         self.collectives = self.control if target.shares_control else self.segment(control_bytes)
         self._own = self.control.own.array(0, control_bytes)

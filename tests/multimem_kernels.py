@@ -9,6 +9,6 @@ from epcomm.device.gpu.waiting import enter, leave
 
 @kernel("signal_everyone", programs=one, oldest_arch="sm_90")
 def signal_everyone(ctx, args, fingerprint, multicast, offset, value, c3, c4, c5):
-    program, status = enter(ctx, fingerprint)
+    program, status = enter(ctx, fingerprint, "none")
     multimem_signal(ctx, multicast, offset, value)
     leave(ctx, status)

@@ -34,8 +34,8 @@ class Binder:
         self._state = self._memory.array.view(np.int64)
         self._state[protocol.MULTICAST] = runtime.target.multicast(runtime.collectives)
         self.has_multicast = bool(self._state[protocol.MULTICAST])
-        self._nodes = _private_words(runtime.target, node_table(runtime.hub.nodes))
-        self.spans_hosts = max(runtime.hub.nodes) > 0
+        self._nodes = _private_words(runtime.target, node_table(runtime.nodes))
+        self.spans_hosts = max(runtime.nodes) > 0
         self._state[protocol.NODES] = self._nodes.address
         self._state[protocol.PUSHED_WORDS : protocol.PARTIAL_SLOTS + 1] = (
             regions.pushed,

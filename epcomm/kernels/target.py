@@ -49,6 +49,12 @@ class Target(Protocol):
     def start(self, num_programs: int, control_regions: Sequence[Mapping], num_bytes: int) -> None:
         """Called once all ranks' control regions are mapped: `num_bytes` of each, in host memory."""
 
+    def connect(self, rank: int) -> Any:
+        """This rank's way to ranks that load and store don't reach, with the interface of `proxy.Proxy`, and `nodes`.
+
+        None: if there are any they are on other hosts, and the proxy is the way. Called once, before `segment`.
+        """
+
     def segment(self, rank: int, num_bytes: int, prefault: Sequence[tuple[int, int]], allgather: Allgather) -> Any:
         """Collective: a symmetric segment, with ``own`` and ``bases``."""
 

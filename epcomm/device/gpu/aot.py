@@ -109,12 +109,13 @@ class CompiledArm:
 
 
 def arm_of(kernel: Kernel) -> str:
-    """The constants of a kernel as text, but for those that are None: "IN=bf16 OUT=fp32"; "" if it has none."""
+    """The constants of a kernel as text, but for those that are None or "none": "IN=bf16 OUT=fp32"."""
 
     def text(value: Any) -> str:
         return "+".join(map(text, value)) if isinstance(value, tuple) else str(value)
 
-    return " ".join(f"{name}={text(value)}" for name, value in kernel.constants.items() if value is not None)
+    texts = {name: text(value) for name, value in kernel.constants.items() if value is not None}
+    return " ".join(f"{name}={value}" for name, value in texts.items() if value != "none")
 
 
 def name_of(kernel: Kernel) -> str:

@@ -17,6 +17,7 @@ from epcomm.device.gpu.memory import (
     store_release,
     word,
 )
+from epcomm.device.gpu.network import raise_remote, raise_word
 
 
 @device
@@ -48,17 +49,18 @@ def _header(ctx, fingerprint):
 
 
 @device
-def _push_header(ctx, fingerprint):
+def _push_header(ctx, fingerprint, NETWORK: tl.constexpr):
     """Tells every peer which operation this rank is in."""
     me = word(ctx, control.RANK)
     header, slot = _header(ctx, fingerprint)
     for rank in range(word(ctx, control.SIZE)):
         if rank != me:
-            store_release(peer(ctx, rank) + control.HEADERS + me * control.HEADER_BYTES + slot, header)
+            offset = control.HEADERS + me * control.HEADER_BYTES + slot
+            raise_word(ctx, ctx + 8 * control.PEERS, rank, offset, header, NETWORK)
 
 
 @device
-def enter(ctx, fingerprint):
+def enter(ctx, fingerprint, NETWORK: tl.constexpr):
     """(number of this program in the order of starting, which CUDA doesn't promise of its ids; status).
 
     The first one begins the operation: it tells the peers what has the next sequence number, unless the fingerprint is
@@ -68,7 +70,7 @@ def enter(ctx, fingerprint):
     if program == 0:
         set_word(ctx, control.FINGERPRINT, fingerprint)
         if fingerprint != 0:
-            _push_header(ctx, fingerprint)
+            _push_header(ctx, fingerprint, NETWORK)
     return program, tl.cast(control.OK, tl.int64)
 
 
@@ -183,14 +185,21 @@ def tell_host(ctx, status, wanted, found):
 
 
 @device
-def signal_everyone(bases, offset, value, size, RANKS: tl.constexpr):
-    """`signal` the word at `offset` from each of the `size` base addresses in the table `bases`."""
+def signal_everyone(ctx, window, offset, value, RANKS: tl.constexpr, NETWORK: tl.constexpr):
+    """Raises a word of every rank's part of a segment, after every earlier store of this program's threads."""
+    size = word(ctx, control.SIZE)
     lane = tl.arange(0, RANKS)
     is_rank = lane < size
-    base = tl.load(bases.to(tl.pointer_type(tl.int64)) + lane, mask=is_rank, other=0)
+    base = tl.load(window.to(tl.pointer_type(tl.int64)) + lane, mask=is_rank, other=0)
+    if NETWORK != "none":
+        is_rank = is_rank & (base != 0)
     values = tl.full((RANKS,), 0, tl.int64) + value
     tl.debug_barrier()
     tl.atomic_xchg((base + offset).to(tl.pointer_type(tl.int64)), values, mask=is_rank, sem="release", scope="sys")
+    if NETWORK != "none":
+        for rank in range(size):
+            if word(window, rank) == 0:
+                raise_remote(ctx, window, rank, offset, value, NETWORK)
 
 
 @device

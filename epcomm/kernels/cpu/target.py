@@ -75,6 +75,9 @@ class CpuTarget:
     def bind(self, ctx: int, kernel: int, args: int, fingerprint: int, values: Sequence[int]) -> Callable[[], int]:
         return _BoundCall((ctx, kernel, args, fingerprint, *values))
 
+    def connect(self, rank: int) -> None:
+        return None
+
     def multicast(self, segment: SymmetricSegment) -> int:
         return 0
 

@@ -115,7 +115,7 @@ def _reduce_channel(ctx, args, fingerprint, channel, x, out, num_bytes, DTYPE: t
 )
 def allreduce_multimem(ctx, args, fingerprint, x, out, num_bytes, streaming, c4, c5,
                        DTYPE: tl.constexpr, OP: tl.constexpr):  # fmt: skip
-    program, status = enter(ctx, fingerprint)
+    program, status = enter(ctx, fingerprint, "none")
     x, out, num_bytes = tl.cast(x, tl.int64), tl.cast(out, tl.int64), tl.cast(num_bytes, tl.int64)
     num_channels = word(word(args, protocol.STATE), protocol.NUM_CHANNELS)
     share = ((num_bytes + num_channels - 1) // num_channels + 63) & -64

@@ -25,7 +25,7 @@ from epcomm.kernels.protocol import sites
 @kernel("allreduce_one_shot", programs=one)
 def allreduce_one_shot(ctx, args, fingerprint, x, out, num_bytes, streaming, c4, c5,
                        DTYPE: tl.constexpr, OP: tl.constexpr):  # fmt: skip
-    program, status = enter(ctx, fingerprint)
+    program, status = enter(ctx, fingerprint, "none")
     x, out, num_bytes = tl.cast(x, tl.int64), tl.cast(out, tl.int64), tl.cast(num_bytes, tl.int64)
     state, root = word(args, protocol.STATE), word(args, protocol.ROOT)
     me, size = word(ctx, control.RANK), word(ctx, control.SIZE)

@@ -5,13 +5,14 @@ Roles and phases, by program; n in each
      raises WEIGHTED at every peer.
   2  copy their share of y into the output block, unless the experts wrote there (SCALES: quantise it, to such scales);
      SUMMED_HERE: put the sum of every n-th token's rows on this rank there instead. The last to finish raises READY at
-     every peer.
+     every peer; to those on other nodes it puts their rows before.
   3  what `combine_receive` does, here or in a launch of its own.
 
 Edges
   WAR  the weights of combine e - 1 were read by a peer before it raised READY of e - 1, which this rank waited for.
   RAW  WEIGHTED: the peer's weights for the rows that this rank received are in the arrivals.
   WAR  DONE, before staging: every peer has read what the output block held before.
+  WAR  DONE of combine e - 1, before rows are put: the peers have read their returns.
   RAW  of phase 3: see combine_receive.py.
 """
 
@@ -23,12 +24,15 @@ from epcomm.device import control
 from epcomm.device.gpu.compile import kernel
 from epcomm.device.gpu.machine import device
 from epcomm.device.gpu.memory import copy, load32, set_word, word
+from epcomm.device.gpu.network import quiet
 from epcomm.device.gpu.waiting import enter, leave, meet_everyone, wait_for_everyone
 from epcomm.kernels.gpu.combine_receive import sum_rows
 from epcomm.kernels.gpu.counts import base_of, raise_everywhere, signal_word
+from epcomm.kernels.gpu.departures import send_weights
 from epcomm.kernels.gpu.partial_sums import share_weights, sum_on_this_rank
 from epcomm.kernels.gpu.phases import arrive
 from epcomm.kernels.gpu.quantized_sums import stage_quantized
+from epcomm.kernels.gpu.returns import send_returns
 from epcomm.kernels.protocol import expert_parallel as protocol
 from epcomm.kernels.protocol import sites
 
@@ -98,21 +102,50 @@ def _fill_block(ctx, args, fingerprint, state, routing, tensors, output, epoch, 
     return status
 
 
+@device
+def _deliver(ctx, args, fingerprint, state, routing, tensors, output, epoch, RANKS: tl.constexpr,
+             NETWORK: tl.constexpr):  # fmt: skip
+    """Tells every peer that its rows are in the output block or, on another node, in its returns."""
+    status = tl.cast(control.OK, tl.int64)
+    if NETWORK != "none":
+        status = _await_readers(ctx, fingerprint, state, epoch - 1, RANKS)  # WAR
+        if status == control.OK:
+            for rank in range(word(ctx, control.SIZE)):
+                if base_of(state, rank) == 0:
+                    send_returns(ctx, args, state, routing, tensors, output, rank, NETWORK)
+            quiet(ctx, NETWORK)
+    if status == control.OK:
+        value = (epoch << protocol.PAYLOAD_BITS) | output
+        raise_everywhere(ctx, state, protocol.READY + (epoch & 1), value, RANKS, NETWORK)
+    return status
+
+
+@device
+def _deliver_weights(ctx, state, routing, epoch, RANKS: tl.constexpr, NETWORK: tl.constexpr):
+    """Tells every peer that the weights of the rows that it has are there, once they are."""
+    if NETWORK != "none":
+        for rank in range(word(ctx, control.SIZE)):
+            if base_of(state, rank) == 0:
+                send_weights(ctx, state, routing, rank, NETWORK)
+        quiet(ctx, NETWORK)
+    raise_everywhere(ctx, state, protocol.WEIGHTED, epoch, RANKS, NETWORK)
+
+
 @kernel("combine", programs=lambda shares: 2 * shares, max_registers=168)
 def combine(ctx, args, fingerprint, routing, tensors, weights, output, stage_after, send_only,
             IN: tl.constexpr, OUT: tl.constexpr, RANKS: tl.constexpr, SUMMED_HERE: tl.constexpr,
-            SCALES: tl.constexpr):  # fmt: skip
+            SCALES: tl.constexpr, NETWORK: tl.constexpr):  # fmt: skip
     """IN and OUT: dtypes of the expert outputs and of the results, one of each per tensor. SCALES: of one, or None."""
-    program, status = enter(ctx, fingerprint)
+    program, status = enter(ctx, fingerprint, NETWORK)
     shares = tl.num_programs(0) // (3 if SUMMED_HERE else 2)
     state, phase, share = word(args, protocol.STATE), program // shares, program % shares
     epoch = word(state, protocol.COMBINE_EPOCH) + 1
     if SUMMED_HERE:
         if phase == 0:
             if word(args, protocol.HAS_WEIGHTS):  # else the next phase doesn't wait, and would arrive among these
-                share_weights(ctx, state, routing, weights, share, shares)
+                share_weights(ctx, state, routing, weights, share, shares, NETWORK)
                 if arrive(state, shares):
-                    raise_everywhere(ctx, state, protocol.WEIGHTED, epoch, RANKS)
+                    _deliver_weights(ctx, state, routing, epoch, RANKS, NETWORK)
         phase -= 1
     if phase == 0:
         if stage_after >= 0:
@@ -122,13 +155,13 @@ def combine(ctx, args, fingerprint, routing, tensors, weights, output, stage_aft
             )  # fmt: skip
         if status == control.OK:
             if arrive(state, shares):
-                value = (epoch << protocol.PAYLOAD_BITS) | output
-                raise_everywhere(ctx, state, protocol.READY + (epoch & 1), value, RANKS)
+                status = _deliver(ctx, args, fingerprint, state, routing, tensors, output, epoch, RANKS, NETWORK)
     elif phase == 1:
         if send_only == 0:
             status = sum_rows(
-                ctx, args, fingerprint, state, routing, weights, tensors, epoch, share, shares, IN, OUT, RANKS, SCALES
-            )
+                ctx, args, fingerprint, state, routing, weights, tensors, epoch, share, shares, IN, OUT, RANKS, SCALES,
+                NETWORK,
+            )  # fmt: skip
     if leave(ctx, status):
         if send_only == 0:
             set_word(state, protocol.COMBINE_EPOCH, epoch)  # the last to leave: all have read the old one

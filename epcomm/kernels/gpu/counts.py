@@ -12,7 +12,8 @@ import triton.language as tl
 from epcomm.device import control
 from epcomm.device.gpu.compile import kernel, one
 from epcomm.device.gpu.machine import device
-from epcomm.device.gpu.memory import copy, load64, set_word, store32, word
+from epcomm.device.gpu.memory import copy, load32, load64, set_word, store32, word
+from epcomm.device.gpu.network import quiet, start_put
 from epcomm.device.gpu.waiting import enter, leave, meet_everyone, signal_everyone, tell_host
 from epcomm.kernels.protocol import expert_parallel as protocol
 from epcomm.kernels.protocol import sites
@@ -31,10 +32,10 @@ def signal_word(ctx, state, kind, at, source):
 
 
 @device
-def raise_everywhere(ctx, state, kind, value, RANKS: tl.constexpr):
+def raise_everywhere(ctx, state, kind, value, RANKS: tl.constexpr, NETWORK: tl.constexpr):
     """Raises this rank's word of `kind` at every rank, after all that this program wrote."""
     offset = (kind * word(ctx, control.SIZE) + word(ctx, control.RANK)) * control.LINE
-    signal_everyone(word(state, protocol.WINDOW), offset, value, word(ctx, control.SIZE), RANKS)
+    signal_everyone(ctx, word(state, protocol.WINDOW), offset, value, RANKS, NETWORK)
 
 
 @device
@@ -46,10 +47,30 @@ def _table(ctx, state, epoch):
 
 
 @device
-def push_counts(ctx, state, routing, rank, epoch):
-    """Puts this rank's counts into `rank`'s table; the caller signals."""
+def _push_counts(ctx, state, routing, rank, epoch):
+    """Stores this rank's counts in `rank`'s table."""
     me, row = word(ctx, control.RANK), 4 * (word(state, protocol.NUM_EXPERTS) + word(ctx, control.SIZE))
     copy(base_of(state, rank) + _table(ctx, state, epoch) + me * row, word(routing, protocol.OWN_COUNTS), row)
+
+
+@device
+def push_counts(ctx, state, routing, epoch, NETWORK: tl.constexpr):
+    """Puts this rank's counts into everyone's table, into its own first; the caller signals."""
+    me, size = word(ctx, control.RANK), word(ctx, control.SIZE)
+    for distance in range(size):
+        rank = (me + distance) % size
+        if NETWORK == "none":
+            _push_counts(ctx, state, routing, rank, epoch)
+        elif base_of(state, rank) != 0:
+            _push_counts(ctx, state, routing, rank, epoch)
+    if NETWORK != "none":
+        tl.debug_barrier()  # the own table is where they are put from
+        row = 4 * (word(state, protocol.NUM_EXPERTS) + size)
+        offset = _table(ctx, state, epoch) + me * row
+        for rank in range(size):
+            if base_of(state, rank) == 0:
+                start_put(ctx, word(state, protocol.WINDOW), rank, offset, offset, row, NETWORK)
+        quiet(ctx, NETWORK)
 
 
 @device
@@ -110,13 +131,31 @@ def _place_by_expert(table, columns, me, size, state, base, rows_of, EXPERTS: tl
 
 
 @device
-def place_rows(ctx, state, routing, epoch, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
+def _place_departures(ctx, state, routing):
+    """Numbers the rows that leave the node: by rank and local expert, and by rank."""
+    num_experts, counts = word(state, protocol.NUM_EXPERTS), word(routing, protocol.OWN_COUNTS)
+    departure, starts = word(routing, protocol.DEPARTURE), word(state, protocol.ORDER_START)
+    rows, rows_by_rank = tl.cast(0, tl.int64), tl.cast(0, tl.int64)
+    for rank in range(word(ctx, control.SIZE)):
+        if base_of(state, rank) == 0:
+            for at in range(load32(starts + 4 * rank), load32(starts + 4 * (rank + 1))):
+                expert = load32(word(state, protocol.ORDER) + 4 * tl.cast(at, tl.int64)).to(tl.int64)
+                store32(departure + 4 * expert, rows)
+                rows += load32(counts + 4 * expert).to(tl.int64)
+            store32(departure + 4 * (num_experts + rank), rows_by_rank)
+            rows_by_rank += load32(counts + 4 * (num_experts + rank)).to(tl.int64)
+
+
+@device
+def place_rows(ctx, state, routing, epoch, EXPERTS: tl.constexpr, RANKS: tl.constexpr, NETWORK: tl.constexpr):
     """Copies the table of `epoch` out and computes where rows go. CAPACITY if some rank's are too many."""
     me, size, num_experts = word(ctx, control.RANK), word(ctx, control.SIZE), word(state, protocol.NUM_EXPERTS)
     columns = num_experts + size
     table = base_of(state, me) + _table(ctx, state, epoch)
     base, rows_of = word(routing, protocol.BASE), word(routing, protocol.ROWS_OF)
     copy(word(routing, protocol.TABLE), table, 4 * size * columns)
+    if NETWORK != "none":
+        _place_departures(ctx, state, routing)
     most, all_rows = tl.cast(0, tl.int64), tl.cast(0, tl.int64)
     if word(state, protocol.IS_BY_RANK):
         rows = _place_by_rank(table, columns, me, size, num_experts, base, RANKS)
@@ -142,8 +181,9 @@ def place_rows(ctx, state, routing, epoch, EXPERTS: tl.constexpr, RANKS: tl.cons
 
 
 @kernel("exchange_counts", programs=one, num_warps=4, reports=True)
-def exchange_counts(ctx, args, fingerprint, routing, c1, c2, c3, c4, c5, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
-    program, status = enter(ctx, fingerprint)
+def exchange_counts(ctx, args, fingerprint, routing, c1, c2, c3, c4, c5, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
+                    NETWORK: tl.constexpr):  # fmt: skip
+    program, status = enter(ctx, fingerprint, NETWORK)
     state = word(args, protocol.STATE)
     me, size = word(ctx, control.RANK), word(ctx, control.SIZE)
     epoch = word(state, protocol.COUNT_EPOCH) + 1
@@ -151,13 +191,12 @@ def exchange_counts(ctx, args, fingerprint, routing, c1, c2, c3, c4, c5, EXPERTS
     requires_grad, counted = word(routing, protocol.REQUIRES_GRAD), signal_word(ctx, state, kind, me, 0)
     if status == control.OK:
         set_word(state, protocol.COUNT_EPOCH, epoch)
-        for distance in range(size):
-            push_counts(ctx, state, routing, (me + distance) % size, epoch)
-        raise_everywhere(ctx, state, kind, value | requires_grad, RANKS)
+        push_counts(ctx, state, routing, epoch, NETWORK)
+        raise_everywhere(ctx, state, kind, value | requires_grad, RANKS, NETWORK)
         status = meet_everyone(ctx, fingerprint, counted, value, sites.ROUTE_COUNTS, RANKS)  # RAW
     if status == control.OK:
         for rank in range(size):
             requires_grad |= load64(signal_word(ctx, state, kind, me, rank)) & 1
         set_word(routing, protocol.ANY_REQUIRES_GRAD, requires_grad)
-        status = place_rows(ctx, state, routing, epoch, EXPERTS, RANKS)
+        status = place_rows(ctx, state, routing, epoch, EXPERTS, RANKS, NETWORK)
     leave(ctx, status)

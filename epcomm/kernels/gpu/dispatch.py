@@ -4,13 +4,15 @@ Roles and phases, by program
   1  the first: grant a block to every peer (in latency mode with this rank's counts); wait for every peer's grant.
   2  the next n: copy the rows of every n-th token, read once for all their places (or quantise them on the way: SCALES
      says to which scales, X what they are), and zero the padding of every n-th local expert in this rank's own block;
-     the last of them to finish raises ROWS at every peer.
+     the last of them to finish raises ROWS at every peer. Rows for other nodes are packed in the departures; it puts
+     them before.
   3  the others: what `dispatch_receive` does, here or in a launch of its own.
 
 EXPANDED: rows travel by rank and go to the peer's arrivals; the grant is one of those, too.
 
 Edges
   WAR  GRANT: the receiver's block, and its arrivals, are free. It carries the block's number.
+  WAR  GRANT, again: what the last dispatch put has arrived, so the departures are free.
   RAW  GRANT, latency mode: the peer's counts are in the table (its parity: see counts.py).
   RAW, WAR  of phase 3: see dispatch_receive.py.
 """
@@ -36,30 +38,41 @@ from epcomm.device.gpu.memory import (
     word,
     zero_bytes,
 )
+from epcomm.device.gpu.network import quiet
 from epcomm.device.gpu.waiting import enter, leave, meet_everyone
-from epcomm.kernels.gpu.counts import place_rows, push_counts, raise_everywhere, signal_word
+from epcomm.kernels.gpu.counts import base_of, place_rows, push_counts, raise_everywhere, signal_word
+from epcomm.kernels.gpu.departures import send_departures
 from epcomm.kernels.gpu.dispatch_receive import receive_rows
 from epcomm.kernels.gpu.phases import announce, arrive, follow
 from epcomm.kernels.gpu.quantized_rows import NARROW_TILE_BLOCKS, TILE_BLOCKS, send_quantized_row
-from epcomm.kernels.gpu.rows import destination, is_dropped, num_places, own_block, place, slot_weight
+from epcomm.kernels.gpu.rows import (
+    departing_row,
+    departures,
+    destination,
+    is_dropped,
+    num_places,
+    own_block,
+    place,
+    slot_weight,
+)
 from epcomm.kernels.protocol import expert_parallel as protocol
 from epcomm.kernels.protocol import sites
 
 
 @device
-def _meet_peers(ctx, fingerprint, state, routing, block, latency, epoch, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
+def _meet_peers(ctx, fingerprint, state, routing, block, latency, epoch, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
+                NETWORK: tl.constexpr):  # fmt: skip
     """Phase 1. In latency mode the counts ride along."""
-    me, size = word(ctx, control.RANK), word(ctx, control.SIZE)
+    me = word(ctx, control.RANK)
     kind = protocol.GRANT + (epoch & 1)
     if latency:
-        for distance in range(size):
-            push_counts(ctx, state, routing, (me + distance) % size, epoch)
+        push_counts(ctx, state, routing, epoch, NETWORK)
     value, granted = epoch << protocol.PAYLOAD_BITS, signal_word(ctx, state, kind, me, 0)
-    raise_everywhere(ctx, state, kind, value | block, RANKS)
+    raise_everywhere(ctx, state, kind, value | block, RANKS, NETWORK)
     status = meet_everyone(ctx, fingerprint, granted, value, sites.DISPATCH_GRANT, RANKS)  # WAR; RAW of counts
     if latency:
         if status == control.OK:
-            status = place_rows(ctx, state, routing, epoch, EXPERTS, RANKS)
+            status = place_rows(ctx, state, routing, epoch, EXPERTS, RANKS, NETWORK)
     return status
 
 
@@ -72,7 +85,7 @@ def _is_wide(tensor):
 
 @device
 def _send_row(ctx, state, routing, tensor, token, places, epoch,
-              EXPANDED: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+              EXPANDED: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, NETWORK: tl.constexpr):  # fmt: skip
     """Copies a token's row of one tensor to all its places."""
     num_bytes, offset = word(tensor, protocol.T_ROW_BYTES), word(tensor, protocol.T_OFFSET)
     source = word(tensor, protocol.T_ADDRESS) + token * word(tensor, protocol.T_STRIDE)
@@ -84,18 +97,22 @@ def _send_row(ctx, state, routing, tensor, token, places, epoch,
             rank, row = place(ctx, state, routing, token, k, word(state, protocol.IS_BY_RANK))
             if rank >= 0:
                 to = destination(ctx, state, rank, epoch, EXPANDED) + offset + row * num_bytes
+                if NETWORK != "none":
+                    if base_of(state, rank) == 0:
+                        departing = departing_row(ctx, state, routing, token, k, word(state, protocol.IS_BY_RANK))
+                        to = departures(ctx, state) + word(tensor, protocol.T_DEPARTURE) + departing * num_bytes
                 store_tile(to + start, 0, left, tile, WIDE, TILE)
         start += TILE
 
 
 @device
-def _describe_slots(ctx, state, routing, weights, token, rank, row, block):
+def _describe_slots(state, routing, weights, token, rank, row, block, regions):
     """Flat layout: the token's slots on that rank, as local expert numbers and weights."""
     topk = word(routing, protocol.TOPK)
     experts = word(routing, protocol.EXPERT) + 4 * token * topk
     index_bytes = word(routing, protocol.INDEX_BYTES)
-    index = block + word(state, protocol.INDEX_REGION) + index_bytes * row * topk
-    weight = block + word(state, protocol.WEIGHT_REGION) + 4 * row * topk
+    index = block + word(regions, protocol.R_INDEX) + index_bytes * row * topk
+    weight = block + word(regions, protocol.R_WEIGHT) + 4 * row * topk
     for slot in range(topk):
         expert = load32(experts + 4 * slot)
         if expert < -1:
@@ -115,10 +132,10 @@ def _describe_slots(ctx, state, routing, weights, token, rank, row, block):
 
 
 @device
-def _describe_arrival(state, routing, weights, token, rank, row, arrivals):
+def _describe_arrival(state, routing, weights, token, rank, row, arrivals, regions):
     """What the receiver needs to expand a row: the places of the token's experts there, and their weights."""
     topk, base = word(routing, protocol.TOPK), word(routing, protocol.BASE)
-    store32(arrivals + word(state, protocol.ARRIVED_TOKEN) + 4 * row, token)
+    store32(arrivals + word(regions, protocol.R_TOKEN) + 4 * row, token)
     for slot in range(topk):
         at = 4 * (token * topk + slot)
         expert = load32(word(routing, protocol.EXPERT) + at).to(tl.int64)
@@ -130,27 +147,32 @@ def _describe_arrival(state, routing, weights, token, rank, row, arrivals):
                     there = tl.cast(-1, tl.int32)
                 elif weights != 0:
                     weight = slot_weight(routing, weights, token, slot)
-                    store_float(arrivals + word(state, protocol.ARRIVED_WEIGHT) + to, weight)
-        store32(arrivals + word(state, protocol.ARRIVED_PLACE) + to, there)
+                    store_float(arrivals + word(regions, protocol.R_WEIGHT) + to, weight)
+        store32(arrivals + word(regions, protocol.R_INDEX) + to, there)
 
 
 @device
-def _describe_rows(ctx, state, routing, weights, token, places, epoch, EXPANDED: tl.constexpr):
+def _describe_rows(ctx, state, routing, weights, token, places, epoch, EXPANDED: tl.constexpr, NETWORK: tl.constexpr):
     """Writes what goes with a token's rows: which token it is, weights, and by rank the slots."""
     layout = word(state, protocol.LAYOUT)
     for k in range(places):
         rank, row = place(ctx, state, routing, token, k, word(state, protocol.IS_BY_RANK))
         if rank >= 0:
             block = destination(ctx, state, rank, epoch, EXPANDED)
+            regions = state + 8 * (protocol.ARRIVED_TOKEN if EXPANDED else protocol.TOKEN_REGION)
+            if NETWORK != "none":
+                if base_of(state, rank) == 0:
+                    block, regions = departures(ctx, state), state + 8 * protocol.DEPARTING
+                    row = departing_row(ctx, state, routing, token, k, word(state, protocol.IS_BY_RANK))
             if EXPANDED:
-                _describe_arrival(state, routing, weights, token, rank, row, block)
+                _describe_arrival(state, routing, weights, token, rank, row, block, regions)
             else:
-                store32(block + word(state, protocol.TOKEN_REGION) + 4 * row, token)
+                store32(block + word(regions, protocol.R_TOKEN) + 4 * row, token)
                 if layout == protocol.FLAT:
-                    _describe_slots(ctx, state, routing, weights, token, rank, row, block)
+                    _describe_slots(state, routing, weights, token, rank, row, block, regions)
                 elif weights != 0:
                     weight = slot_weight(routing, weights, token, k)
-                    store_float(block + word(state, protocol.WEIGHT_REGION) + 4 * row, weight)
+                    store_float(block + word(regions, protocol.R_WEIGHT) + 4 * row, weight)
 
 
 @device
@@ -205,7 +227,7 @@ def _mark_tail(state, routing, tensors, num_tensors, me, block, share, shares, E
 
 @device
 def _send(ctx, args, state, routing, tensors, weights, block, epoch, share, shares,
-          X: tl.constexpr, SCALES: tl.constexpr, EXPANDED: tl.constexpr):  # fmt: skip
+          X: tl.constexpr, SCALES: tl.constexpr, EXPANDED: tl.constexpr, NETWORK: tl.constexpr):  # fmt: skip
     """Phase 2 of one program."""
     me, size, num_tensors = word(ctx, control.RANK), word(ctx, control.SIZE), word(args, protocol.NUM_TENSORS)
     places = num_places(ctx, routing, word(state, protocol.IS_BY_RANK))
@@ -214,18 +236,21 @@ def _send(ctx, args, state, routing, tensors, weights, block, epoch, share, shar
             for i in range(num_tensors):
                 tensor = tensors + 8 * protocol.TENSOR_WORDS * i
                 if _is_wide(tensor):
-                    _send_row(ctx, state, routing, tensor, token, places, epoch, EXPANDED, True, TILE_BYTES)
+                    _send_row(ctx, state, routing, tensor, token, places, epoch, EXPANDED, True, TILE_BYTES, NETWORK)
                 else:
-                    _send_row(ctx, state, routing, tensor, token, places, epoch, EXPANDED, False, NARROW_TILE_BYTES)
+                    _send_row(
+                        ctx, state, routing, tensor, token, places, epoch, EXPANDED, False, NARROW_TILE_BYTES, NETWORK
+                    )
         elif _is_wide(tensors):
             send_quantized_row(
-                ctx, state, routing, tensors, token, places, epoch, X, SCALES, EXPANDED, True, TILE_BLOCKS
+                ctx, state, routing, tensors, token, places, epoch, X, SCALES, EXPANDED, True, TILE_BLOCKS, NETWORK
             )
         else:
             send_quantized_row(
-                ctx, state, routing, tensors, token, places, epoch, X, SCALES, EXPANDED, False, NARROW_TILE_BLOCKS
-            )
-        _describe_rows(ctx, state, routing, weights, token, places, epoch, EXPANDED)
+                ctx, state, routing, tensors, token, places, epoch, X, SCALES, EXPANDED, False, NARROW_TILE_BLOCKS,
+                NETWORK,
+            )  # fmt: skip
+        _describe_rows(ctx, state, routing, weights, token, places, epoch, EXPANDED, NETWORK)
     if word(state, protocol.LAYOUT) == protocol.CONTIGUOUS:
         if word(state, protocol.ALIGNMENT) > 1:
             own, starts = own_block(ctx, state, block), word(state, protocol.ORDER_START)
@@ -237,28 +262,42 @@ def _send(ctx, args, state, routing, tensors, weights, block, epoch, share, shar
         _mark_tail(state, routing, tensors, num_tensors, me, own, share, shares, EXPANDED)
 
 
+@device
+def _deliver(ctx, args, state, routing, tensors, weights, epoch, RANKS: tl.constexpr, EXPANDED: tl.constexpr,
+             NETWORK: tl.constexpr):  # fmt: skip
+    """Tells every peer that its rows are there, once they are."""
+    if NETWORK != "none":
+        for rank in range(word(ctx, control.SIZE)):
+            if base_of(state, rank) == 0:
+                send_departures(ctx, args, state, routing, tensors, weights, epoch, rank, EXPANDED, NETWORK)
+        quiet(ctx, NETWORK)
+    raise_everywhere(ctx, state, protocol.ROWS, epoch, RANKS, NETWORK)
+
+
 @kernel("dispatch", programs=lambda shares: shares + 2, reports=True)
 def dispatch(ctx, args, fingerprint, routing, tensors, weights, block, c4, send_only, EXPERTS: tl.constexpr,
-             RANKS: tl.constexpr, X: tl.constexpr, SCALES: tl.constexpr, EXPANDED: tl.constexpr):  # fmt: skip
+             RANKS: tl.constexpr, X: tl.constexpr, SCALES: tl.constexpr, EXPANDED: tl.constexpr,
+             NETWORK: tl.constexpr):  # fmt: skip
     """Ends with CAPACITY on all ranks, before any row is sent, if some rank's rows are too many."""
-    program, status = enter(ctx, fingerprint)
+    program, status = enter(ctx, fingerprint, NETWORK)
     shares = (tl.num_programs(0) - 1) // 2 if EXPANDED else tl.num_programs(0) - 2
     state, me = word(args, protocol.STATE), word(ctx, control.RANK)
     epoch = word(state, protocol.DISPATCH_EPOCH) + 1
     if program == 0:
         if status == control.OK:
             latency = word(args, protocol.LATENCY) != 0
-            status = _meet_peers(ctx, fingerprint, state, routing, block, latency, epoch, EXPERTS, RANKS)
+            status = _meet_peers(ctx, fingerprint, state, routing, block, latency, epoch, EXPERTS, RANKS, NETWORK)
         announce(state, protocol.DISPATCH_PHASE, epoch, status)
     elif status == control.OK:
         status = follow(ctx, fingerprint, state, protocol.DISPATCH_PHASE, epoch, me, sites.DISPATCH_GRANT)
         if status == control.OK:
             if program <= shares:
                 _send(
-                    ctx, args, state, routing, tensors, weights, block, epoch, program - 1, shares, X, SCALES, EXPANDED
-                )
+                    ctx, args, state, routing, tensors, weights, block, epoch, program - 1, shares, X, SCALES, EXPANDED,
+                    NETWORK,
+                )  # fmt: skip
                 if arrive(state, shares):
-                    raise_everywhere(ctx, state, protocol.ROWS, epoch, RANKS)
+                    _deliver(ctx, args, state, routing, tensors, weights, epoch, RANKS, EXPANDED, NETWORK)
             elif send_only == 0:
                 share, receivers = program - 1 - shares, tl.num_programs(0) - 1 - shares
                 status = receive_rows(

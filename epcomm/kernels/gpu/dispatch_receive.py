@@ -108,7 +108,7 @@ def receive_rows(ctx, args, fingerprint, state, routing, tensors, block, epoch, 
 def dispatch_receive(ctx, args, fingerprint, routing, tensors, weights, block, c4, c5,
                      RANKS: tl.constexpr, EXPANDED: tl.constexpr):  # fmt: skip
     """For a dispatch that only sent."""
-    program, status = enter(ctx, fingerprint)
+    program, status = enter(ctx, fingerprint, "none")
     if status == control.OK:
         state, shares = word(args, protocol.STATE), tl.num_programs(0)
         epoch = word(state, protocol.DISPATCH_EPOCH)

@@ -113,7 +113,7 @@ def _exchange_channel(ctx, args, fingerprint, channel, x, out, DTYPE: tl.constex
 @kernel("exchange", programs=all_programs, max_registers=168)
 def exchange(ctx, args, fingerprint, x, out, num_bytes, streaming, c4, c5,
              DTYPE: tl.constexpr, OP: tl.constexpr):  # fmt: skip
-    program, status = enter(ctx, fingerprint)
+    program, status = enter(ctx, fingerprint, "none")
     x, out = tl.cast(x, tl.int64), tl.cast(out, tl.int64)
     first, end = share_of(program, word(word(args, protocol.STATE), protocol.NUM_CHANNELS))
     for channel in range(first, end):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -15,8 +16,9 @@ from epcomm.device.gpu.compile import Kernel
 from epcomm.device.gpu.launch import launch
 from epcomm.device.gpu.machine import INTERPRETED
 from epcomm.device.gpu.multimem import EMULATED_BASE
+from epcomm.device.gpu.remote import RemoteNetwork
 from epcomm.errors import UnsupportedError
-from epcomm.heap.cpu import Mapping, SymmetricSegment, owned_array
+from epcomm.heap.cpu import Allgather, Mapping, SymmetricSegment, owned_array
 from epcomm.heap.private import MirroredMemory
 from epcomm.kernels.gpu.replay import ReplayStream
 from epcomm.kernels.gpu.target import GpuTarget
@@ -29,20 +31,35 @@ class InterpretedTarget(GpuTarget):
 
     Its private memory is mirrored as a GPU's is, so that a word which was not published is missed here already.
     With `multicast` it emulates NVLink's switch, with an `sm_budget` of 0 it copies without kernels; all ranks must.
+    With the `network` "remote" ranks reach those on the same of `nodes` by load and store, others by `RemoteNetwork`.
     """
 
     name, transport, device = "interpreter", "shared_memory", torch.device("cpu")
-    runs_on_threads, shares_control, link_speed = False, True, 1.0
+    runs_on_threads, link_speed = False, 1.0
     defers = True
-    segment, owned_memory = SymmetricSegment, staticmethod(owned_array)
+    owned_memory = staticmethod(owned_array)
 
-    def __init__(self, num_programs: int = 2, *, multicast: bool = False, sm_budget: int | None = None):
+    def __init__(self, num_programs: int = 2, *, multicast: bool = False, sm_budget: int | None = None,
+                 network: str = "none", nodes: Sequence[int] = ()):  # fmt: skip
         if not INTERPRETED:
             raise UnsupportedError("Triton was imported as a compiler: set TRITON_INTERPRET=1 before its first import")
         self.stream = ReplayStream()
         self._num_programs, self._multicast = num_programs, EMULATED_BASE if multicast else 0
         self.copy_engine_bytes = _COPY_ENGINE_BYTES if sm_budget == 0 else 0
+        self.network, self._nodes = network, nodes
+        self._remote: RemoteNetwork | None = None
+        self.shares_control = network == "none"  # the host reaches all ranks' control regions
         self.kind = "cpu" + " with multicast" * multicast + " with sm_budget=0" * (sm_budget == 0)
+
+    def connect(self, rank: int) -> RemoteNetwork | None:
+        self._remote = RemoteNetwork(rank, self._nodes) if self.network == "remote" else None
+        return self._remote
+
+    def segment(self, rank: int, num_bytes: int, prefault: Any, allgather: Allgather) -> SymmetricSegment:
+        segment = SymmetricSegment(rank, num_bytes, prefault, allgather)
+        if self._remote is not None:
+            self._remote.add(segment)
+        return segment
 
     def multicast(self, segment: SymmetricSegment) -> int:
         return self._multicast

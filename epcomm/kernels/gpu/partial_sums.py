@@ -11,21 +11,27 @@ import triton.language as tl
 from epcomm.device import control
 from epcomm.device.gpu.machine import device, rounded, widened
 from epcomm.device.gpu.memory import load32, load_float, store_float, word
+from epcomm.kernels.gpu.counts import base_of
 from epcomm.kernels.gpu.quantized_sums import sum_quantized
 from epcomm.kernels.gpu.row_sum import TILE_BYTES, load_elements, store_elements
-from epcomm.kernels.gpu.rows import arrivals_of, place, slot_weight
+from epcomm.kernels.gpu.rows import arrivals_of, departing_row, departures, place, slot_weight
 from epcomm.kernels.protocol import expert_parallel as protocol
 
 
 @device
-def share_weights(ctx, state, routing, weights, share, shares):
-    """Pushes the weights of every n-th token to the ranks that have its rows."""
+def share_weights(ctx, state, routing, weights, share, shares, NETWORK: tl.constexpr):
+    """Pushes the weights of every n-th token to the ranks that have its rows, or for other nodes to the departures."""
     topk = word(routing, protocol.TOPK)
     for token in range(share, word(routing, protocol.NUM_TOKENS), shares):
         for k in range(word(ctx, control.SIZE)):
             rank, row = place(ctx, state, routing, token, k, True)
             if rank >= 0:
                 factors = arrivals_of(state, rank) + word(state, protocol.ARRIVED_FACTOR) + 4 * row * topk
+                if NETWORK != "none":
+                    if base_of(state, rank) == 0:
+                        departing = departing_row(ctx, state, routing, token, k, True)
+                        factors = departures(ctx, state) + word(state, protocol.DEPARTING + protocol.R_FACTOR)
+                        factors += 4 * departing * topk
                 for slot in range(topk):  # those of other ranks' experts aren't read
                     store_float(factors + 4 * slot, slot_weight(routing, weights, token, slot))
 

@@ -35,7 +35,7 @@ def _slot(inbox, count):
 
 @kernel("send", programs=one)
 def send(ctx, args, fingerprint, x, out, num_bytes, c3, c4, c5):
-    program, status = enter(ctx, fingerprint)
+    program, status = enter(ctx, fingerprint, "none")
     x, num_bytes = tl.cast(x, tl.int64), tl.cast(num_bytes, tl.int64)
     rank, counter = word(args, protocol.PEER), word(args, protocol.COUNT)
     first = word(counter, 0)
@@ -59,7 +59,7 @@ def send(ctx, args, fingerprint, x, out, num_bytes, c3, c4, c5):
 
 @kernel("recv", programs=one)
 def recv(ctx, args, fingerprint, x, out, num_bytes, c3, c4, c5):
-    program, status = enter(ctx, fingerprint)
+    program, status = enter(ctx, fingerprint, "none")
     out, num_bytes = tl.cast(out, tl.int64), tl.cast(num_bytes, tl.int64)
     rank, counter, message = word(args, protocol.PEER), word(args, protocol.COUNT), word(args, protocol.MESSAGE)
     first = word(counter, 0)

@@ -10,7 +10,8 @@ import triton.language as tl
 
 from epcomm.device.gpu.machine import device, widened
 from epcomm.device.gpu.memory import word
-from epcomm.kernels.gpu.rows import destination, place
+from epcomm.kernels.gpu.counts import base_of
+from epcomm.kernels.gpu.rows import departing_row, departures, destination, place
 from epcomm.kernels.protocol import expert_parallel as protocol
 
 #: ``Quantizer.form`` of what these kernels make
@@ -40,7 +41,8 @@ _SUBNORMAL_ROUNDER_BITS = tl.constexpr(0x46800000)
 
 @device
 def send_quantized_row(ctx, state, routing, tensors, token, places, epoch, X: tl.constexpr, SCALES: tl.constexpr,
-                       EXPANDED: tl.constexpr, WIDE: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
+                       EXPANDED: tl.constexpr, WIDE: tl.constexpr, BLOCKS: tl.constexpr,
+                       NETWORK: tl.constexpr):  # fmt: skip
     """Sends a token's row, of X, as float8 and scales: the first two records of `tensors` are of those."""
     record = tensors + 8 * protocol.TENSOR_WORDS  # of the scales
     hidden, offset = word(tensors, protocol.T_ROW_BYTES), word(tensors, protocol.T_OFFSET)
@@ -58,8 +60,14 @@ def send_quantized_row(ctx, state, routing, tensors, token, places, epoch, X: tl
             rank, row = place(ctx, state, routing, token, k, word(state, protocol.IS_BY_RANK))
             if rank >= 0:
                 block = destination(ctx, state, rank, epoch, EXPANDED)
-                store_codes(block + offset + row * hidden + start, codes, left, WIDE, BLOCKS)
-                to = block + scale_offset + row * scale_bytes + first_scale
+                code, scale = block + offset + row * hidden, block + scale_offset + row * scale_bytes
+                if NETWORK != "none":
+                    if base_of(state, rank) == 0:
+                        row = departing_row(ctx, state, routing, token, k, word(state, protocol.IS_BY_RANK))
+                        code = departures(ctx, state) + word(tensors, protocol.T_DEPARTURE) + row * hidden
+                        scale = departures(ctx, state) + word(record, protocol.T_DEPARTURE) + row * scale_bytes
+                store_codes(code + start, codes, left, WIDE, BLOCKS)
+                to = scale + first_scale
                 store_scales(to, scales, left, scale_bytes - first_scale, SCALES, BLOCKS)
         start += BLOCK * BLOCKS
 

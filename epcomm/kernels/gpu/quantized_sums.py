@@ -10,6 +10,7 @@ import triton.language as tl
 
 from epcomm.device.gpu.machine import device, rounded
 from epcomm.device.gpu.memory import load32, load_float, word
+from epcomm.kernels.gpu.counts import base_of
 from epcomm.kernels.gpu.quantized_rows import (
     BLOCK,
     NARROW_TILE_BLOCKS,
@@ -20,7 +21,7 @@ from epcomm.kernels.gpu.quantized_rows import (
     store_codes,
     store_scales,
 )
-from epcomm.kernels.gpu.rows import output_block, place, slot_weight
+from epcomm.kernels.gpu.rows import departing_row, output_block, place, returns, slot_weight
 from epcomm.kernels.protocol import expert_parallel as protocol
 
 _SCALES_ALIGNMENT = tl.constexpr(protocol.SCALES_ALIGNMENT)
@@ -145,7 +146,8 @@ def _store_numbers(out, start, elements, values, OUT: tl.constexpr, WIDE: tl.con
 
 @device
 def _sum_token(ctx, state, routing, weights, tensor, token, places, by_rank, epoch,
-               OUT: tl.constexpr, WIDE: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
+               OUT: tl.constexpr, WIDE: tl.constexpr, BLOCKS: tl.constexpr,
+               NETWORK: tl.constexpr):  # fmt: skip
     elements, offset = word(tensor, protocol.T_ELEMENTS), word(tensor, protocol.T_OFFSET)
     row_bytes = word(tensor, protocol.T_ROW_BYTES)
     out = word(tensor, protocol.T_OUT) + token * word(tensor, protocol.T_OUT_STRIDE)
@@ -156,6 +158,10 @@ def _sum_token(ctx, state, routing, weights, tensor, token, places, by_rank, epo
             rank, row = place(ctx, state, routing, token, k, by_rank)
             if rank >= 0:
                 source = output_block(ctx, state, rank, epoch) + offset + row * row_bytes
+                if NETWORK != "none":
+                    if base_of(state, rank) == 0:
+                        returned = departing_row(ctx, state, routing, token, k, by_rank)
+                        source = returns(ctx, state) + word(tensor, protocol.T_RETURN) + returned * row_bytes
                 weight = tl.cast(1.0, tl.float32)
                 if weights != 0:
                     weight = slot_weight(routing, weights, token, k)
@@ -167,7 +173,8 @@ def _sum_token(ctx, state, routing, weights, tensor, token, places, by_rank, epo
 
 @device
 def _write_slots(ctx, state, routing, weights, tensor, token, places, epoch,
-                 OUT: tl.constexpr, WIDE: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
+                 OUT: tl.constexpr, WIDE: tl.constexpr, BLOCKS: tl.constexpr,
+               NETWORK: tl.constexpr):  # fmt: skip
     elements, offset = word(tensor, protocol.T_ELEMENTS), word(tensor, protocol.T_OFFSET)
     row_bytes = word(tensor, protocol.T_ROW_BYTES)
     for slot in range(places):
@@ -184,6 +191,10 @@ def _write_slots(ctx, state, routing, weights, tensor, token, places, epoch,
             values = tl.zeros((BLOCKS, BLOCK), tl.float32)
             if rank >= 0:
                 source = output_block(ctx, state, rank, epoch) + offset + row * row_bytes
+                if NETWORK != "none":
+                    if base_of(state, rank) == 0:
+                        returned = departing_row(ctx, state, routing, token, first, False)
+                        source = returns(ctx, state) + word(tensor, protocol.T_RETURN) + returned * row_bytes
                 numbers, factors = _load_quantized(source, start, elements, weight, WIDE, BLOCKS)
                 values = numbers * factors
             _store_numbers(out, start, elements, values, OUT, WIDE, BLOCKS)
@@ -192,9 +203,10 @@ def _write_slots(ctx, state, routing, weights, tensor, token, places, epoch,
 
 @device
 def combine_quantized_token(ctx, state, routing, weights, tensor, token, places, by_rank, epoch, reduce,
-                            OUT: tl.constexpr, WIDE: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
+                            OUT: tl.constexpr, WIDE: tl.constexpr, BLOCKS: tl.constexpr,
+                            NETWORK: tl.constexpr):  # fmt: skip
     """out[token] = the weighted sum of the token's rows, or out[token, slot] = each, times its weight."""
     if reduce:
-        _sum_token(ctx, state, routing, weights, tensor, token, places, by_rank, epoch, OUT, WIDE, BLOCKS)
+        _sum_token(ctx, state, routing, weights, tensor, token, places, by_rank, epoch, OUT, WIDE, BLOCKS, NETWORK)
     else:
-        _write_slots(ctx, state, routing, weights, tensor, token, places, epoch, OUT, WIDE, BLOCKS)
+        _write_slots(ctx, state, routing, weights, tensor, token, places, epoch, OUT, WIDE, BLOCKS, NETWORK)

@@ -98,7 +98,7 @@ def _route_rank(rank, index, wide, num_tokens, topk, num_experts, owner, rank_po
 @kernel("route", programs=all_programs, num_warps=4, reports=True)
 def route(ctx, args, fingerprint, routing, index, c2, c3, c4, c5):
     """Ends with BAD_VALUE, and the slot in BAD_SLOT, for an index < -1 or >= num_experts."""
-    program, status = enter(ctx, fingerprint)
+    program, status = enter(ctx, fingerprint, "none")
     state = word(args, protocol.STATE)
     size, num_experts = word(ctx, control.SIZE), word(state, protocol.NUM_EXPERTS)
     num_tokens, topk = word(routing, protocol.NUM_TOKENS), word(routing, protocol.TOPK)

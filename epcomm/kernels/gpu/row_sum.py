@@ -10,7 +10,8 @@ import triton.language as tl
 
 from epcomm.device.gpu.machine import device, rounded, widened
 from epcomm.device.gpu.memory import load_float, word
-from epcomm.kernels.gpu.rows import output_block, place, slot_weight
+from epcomm.kernels.gpu.counts import base_of
+from epcomm.kernels.gpu.rows import departing_row, output_block, place, returns, slot_weight
 from epcomm.kernels.protocol import expert_parallel as protocol
 
 # Of a row: its sum, in float32, is held in registers. Each of 256 threads has at least 16 bytes of the result, too.
@@ -46,7 +47,7 @@ def _whole(num_elements, DTYPE: tl.constexpr):
 
 @device
 def sum_token(ctx, state, routing, weights, tensor, token, places, by_rank, epoch,
-              IN: tl.constexpr, OUT: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+              IN: tl.constexpr, OUT: tl.constexpr, WIDE: tl.constexpr, NETWORK: tl.constexpr):  # fmt: skip
     """out[token] = the weighted sum of the token's rows of one tensor, and its bias."""
     ACC: tl.constexpr = tl.float64 if IN == tl.float64 else tl.float32
     TILE: tl.constexpr = TILE_BYTES // (IN.itemsize if IN.itemsize <= 2 * OUT.itemsize else 2 * OUT.itemsize)
@@ -60,6 +61,10 @@ def sum_token(ctx, state, routing, weights, tensor, token, places, by_rank, epoc
             rank, row = place(ctx, state, routing, token, k, by_rank)
             if rank >= 0:
                 source = output_block(ctx, state, rank, epoch) + offset + row * row_bytes
+                if NETWORK != "none":
+                    if base_of(state, rank) == 0:
+                        returned = departing_row(ctx, state, routing, token, k, by_rank)
+                        source = returns(ctx, state) + word(tensor, protocol.T_RETURN) + returned * row_bytes
                 values = widened(load_elements(source, start, elements, IN, WIDE, TILE), ACC)
                 if weights != 0:
                     total = tl.fma(values, tl.full((TILE,), slot_weight(routing, weights, token, k), ACC), total)
@@ -74,7 +79,7 @@ def sum_token(ctx, state, routing, weights, tensor, token, places, by_rank, epoc
 
 @device
 def write_slots(ctx, state, routing, weights, tensor, token, places, epoch,
-                IN: tl.constexpr, OUT: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+                IN: tl.constexpr, OUT: tl.constexpr, WIDE: tl.constexpr, NETWORK: tl.constexpr):  # fmt: skip
     """out[token, slot] = the slot's row of one tensor, times its weight; zeros for a slot without expert."""
     ACC: tl.constexpr = tl.float64 if IN == tl.float64 else tl.float32
     TILE: tl.constexpr = TILE_BYTES // (IN.itemsize if IN.itemsize <= 2 * OUT.itemsize else 2 * OUT.itemsize)
@@ -91,6 +96,10 @@ def write_slots(ctx, state, routing, weights, tensor, token, places, epoch,
             values = tl.zeros((TILE,), ACC)
             if rank >= 0:
                 source = output_block(ctx, state, rank, epoch) + offset + row * row_bytes
+                if NETWORK != "none":
+                    if base_of(state, rank) == 0:
+                        returned = departing_row(ctx, state, routing, token, first, False)
+                        source = returns(ctx, state) + word(tensor, protocol.T_RETURN) + returned * row_bytes
                 values = widened(load_elements(source, start, elements, IN, WIDE, TILE), ACC)
                 if weights != 0:
                     values *= load_float(weights + 4 * at).to(ACC)

@@ -55,6 +55,22 @@ def place(ctx, state, routing, token, k, by_rank):
 
 
 @device
+def departing_row(ctx, state, routing, token, k, by_rank):
+    """The row, in the departures and in the returns, of a token's k-th row, which goes to another node."""
+    departure = word(routing, protocol.DEPARTURE)
+    row = tl.cast(0, tl.int64)
+    if by_rank:
+        size = word(ctx, control.SIZE)
+        position = load32(word(routing, protocol.RANK_POSITION) + 4 * (token * size + k))
+        row = (load32(departure + 4 * (word(state, protocol.NUM_EXPERTS) + k)) + position).to(tl.int64)
+    else:
+        at = 4 * (token * word(routing, protocol.TOPK) + k)
+        expert = load32(word(routing, protocol.EXPERT) + at).to(tl.int64)
+        row = (load32(departure + 4 * expert) + load32(word(routing, protocol.POSITION) + at)).to(tl.int64)
+    return row
+
+
+@device
 def slot_weight(routing, weights, token, slot):
     """The weight of a (token, expert): its slot's and those of later slots that name the same expert."""
     topk = word(routing, protocol.TOPK)
@@ -82,13 +98,13 @@ def own_block(ctx, state, block):
 
 @device
 def arrivals_of(state, rank):
-    """Address of `rank`'s arrivals."""
+    """Address of `rank`'s arrivals; their offset if load and store don't reach it: its base is 0."""
     return base_of(state, rank) + word(state, protocol.ARRIVALS)
 
 
 @device
 def granted_block(ctx, state, rank, epoch):
-    """Address of the receive block that `rank` granted for this epoch."""
+    """Address of the receive block that `rank` granted for this epoch; its offset if load and store don't reach it."""
     block = _block(ctx, state, protocol.GRANT + (epoch & 1), rank, word(state, protocol.NUM_BLOCKS))
     return base_of(state, rank) + word(state, protocol.BLOCKS) + block * word(state, protocol.BLOCK_BYTES)
 
@@ -100,6 +116,18 @@ def destination(ctx, state, rank, epoch, EXPANDED: tl.constexpr):
         return arrivals_of(state, rank)
     else:
         return granted_block(ctx, state, rank, epoch)
+
+
+@device
+def departures(ctx, state):
+    """Address of this rank's departures."""
+    return base_of(state, word(ctx, control.RANK)) + word(state, protocol.DEPARTURES)
+
+
+@device
+def returns(ctx, state):
+    """Address of this rank's returns."""
+    return base_of(state, word(ctx, control.RANK)) + word(state, protocol.RETURNS)
 
 
 @device

@@ -14,6 +14,7 @@ import triton
 from epcomm.device.gpu.compile import Kernel, all_programs
 from epcomm.device.gpu.dtypes import triton_dtype
 from epcomm.device.gpu.launch import status_before
+from epcomm.errors import UnsupportedError
 from epcomm.kernels.gpu.allreduce_multimem import allreduce_multimem
 from epcomm.kernels.gpu.allreduce_one_shot import allreduce_one_shot
 from epcomm.kernels.gpu.allreduce_two_shot import allreduce_two_shot
@@ -36,26 +37,36 @@ _REDUCTIONS = {"one_shot": allreduce_one_shot, "two_shot": allreduce_two_shot, "
 class GpuKernels:
     """The part of `kernels.target.Target` that says which arm of which kernel an operation is."""
 
+    network = "none"  # see `device.gpu.network`
+
+    def _require_reach(self, what: str) -> None:
+        if self.network != "none":
+            raise UnsupportedError(f"{what} on GPUs: wanted ranks that reach each other by load and store, got others")
+
     def barrier(self) -> Kernel:
-        return barrier
+        return barrier.made_for(NETWORK=self.network)
 
     def reduce(self, args: np.ndarray, algorithm: str, dtype: torch.dtype, op: str) -> Kernel:
+        self._require_reach("reductions")
         return _REDUCTIONS[algorithm].made_for(**reduction_constants(dtype, op))
 
     def exchange(self, args: np.ndarray, reduction: tuple[torch.dtype, str] | None, spans_hosts: bool) -> Kernel:
+        self._require_reach("collectives")
         return exchange.made_for(**(NO_REDUCTION if reduction is None else reduction_constants(*reduction)))
 
     def send(self) -> Kernel:
+        self._require_reach("send")
         return send
 
     def recv(self) -> Kernel:
+        self._require_reach("recv")
         return recv
 
     def route(self) -> Kernel:
         return route
 
     def exchange_counts(self, num_experts: int, size: int) -> Kernel:
-        return exchange_counts.made_for(**_extents(num_experts, size))
+        return exchange_counts.made_for(**_extents(num_experts, size), NETWORK=self.network)
 
     def waited_for(self, kernel: Kernel, is_waited_for: bool) -> Kernel:
         return kernel.reporting(is_waited_for)
@@ -72,7 +83,7 @@ class GpuKernels:
         return self._dispatch(num_experts, size, is_expanded, X=triton_dtype(dtype), SCALES=form)
 
     def _dispatch(self, num_experts: int, size: int, is_expanded: bool, **rows: Any) -> Kernel:
-        arm = dispatch.made_for(**_extents(num_experts, size), **rows, EXPANDED=is_expanded)
+        arm = dispatch.made_for(**_extents(num_experts, size), **rows, EXPANDED=is_expanded, NETWORK=self.network)
         return arm.on_programs(lambda shares: 2 * shares + 1) if is_expanded else arm
 
     def dispatch_receive(self, kernel: Kernel) -> Kernel:
@@ -88,11 +99,12 @@ class GpuKernels:
         rows, results = zip(*dtypes)
         dtypes_of = {"IN": tuple(map(triton_dtype, rows)), "OUT": tuple(map(triton_dtype, results))}
         ranks = triton.next_power_of_2(size)
-        arm = combine.made_for(**dtypes_of, RANKS=ranks, SUMMED_HERE=is_summed_here, SCALES=form)
+        arm = combine.made_for(**dtypes_of, RANKS=ranks, SUMMED_HERE=is_summed_here, SCALES=form, NETWORK=self.network)
         return arm.on_programs(lambda shares: 3 * shares) if is_summed_here else arm
 
     def combine_receive(self, kernel: Kernel) -> Kernel:
-        return combine_receive.made_for(**{name: kernel.constants[name] for name in ("IN", "OUT", "RANKS", "SCALES")})
+        names = "IN", "OUT", "RANKS", "SCALES", "NETWORK"
+        return combine_receive.made_for(**{name: kernel.constants[name] for name in names})
 
 
 class GpuTarget(GpuKernels, ABC):
@@ -101,6 +113,9 @@ class GpuTarget(GpuKernels, ABC):
     @abstractmethod
     def launch(self, ctx: Any, kernel: Kernel, args: Any, fingerprint: int, *words: int) -> int:
         """See `kernels.target.Target`; words that are not given are 0."""
+
+    def connect(self, rank: int) -> Any:
+        return None
 
     def failure_before(self, ctx: Any) -> int:
         return status_before(ctx)

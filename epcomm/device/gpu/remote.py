@@ -1,0 +1,174 @@
+"""The network of interpreted ranks: a thread puts bytes and raises words in peers' memory, late and out of order.
+
+It stands for any network that kernels know: it promises no more than `network` says. Each put and each word has a delay
+of its own. A word waits for what was put, to whomever, before the last `quiet`; words at one place keep their order.
+Puts are read when they arrive. The ranks are processes of one machine; which of them are reached by it alone is said.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import heapq
+import itertools
+import random
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from epcomm.device import control
+from epcomm.device.cpu.network import load_raise_words
+from epcomm.device.gpu.machine import INTERPRETED
+from epcomm.errors import TimeoutError
+
+_LONGEST_DELAY = 0.003
+
+
+class RemoteNetwork:
+    """One rank's way to the ranks of other nodes; ``address`` is what kernels have in their context."""
+
+    def __init__(self, rank: int, nodes: Sequence[int], longest_delay: float = _LONGEST_DELAY):
+        self.rank, self.nodes, self.address = rank, list(nodes), next(_addresses)
+        self._longest, self._random = longest_delay, random.Random(rank)
+        self._segments: list[weakref.ref[Any]] = []
+        self._deliveries: list[tuple[float, int, Any]] = []  # (when, number, what), a heap
+        self._count = self._delivered = 0
+        self._last_put = self._ordered = 0.0  # when the last put arrives, and the last one before a quiet
+        self._raised: dict[tuple[int, int, int], float] = {}  # when the last word for a place arrives
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._raise_words = load_raise_words()
+        _networks[self.address] = self
+        threading.Thread(target=self._deliver_all, name="epcomm-remote", daemon=True).start()
+
+    def register(self, segment: Any) -> None:
+        """See `proxy.Proxy`. What kernels write to was added when it was made."""
+
+    def add(self, segment: Any) -> None:
+        """Hides other nodes' parts of a segment from kernels: they are reached by this network."""
+        self._segments.append(weakref.ref(segment))
+        segment.network = len(self._segments) - 1, 0, 0
+        is_near = np.array([node == self.nodes[self.rank] for node in self.nodes])
+        segment.bases = np.where(is_near, segment.bases, 0)
+
+    def settle(self, generation: int, timeout: float) -> None:
+        """Returns once all that this rank has sent before has arrived. Raises `TimeoutError`."""
+        with self._changed:
+            wanted = self._count
+            if not self._changed.wait_for(lambda: self._delivered >= wanted, timeout):
+                raise TimeoutError(f"rank {self.rank}: what it sent to other nodes did not all arrive in time")
+
+    def close(self) -> None:
+        """Delivers what is left, then ends the thread. Idempotent."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    # ---- what kernels call
+
+    def put(self, window: int, rank: int, to_offset: int, from_offset: int, num_bytes: int) -> None:
+        segment = self._segments[window]()
+        if segment is not None and num_bytes > 0:
+            arrives = time.monotonic() + self._random.random() * self._longest
+            self._last_put = max(self._last_put, arrives)
+            self._add(arrives, ("put", segment.mappings[rank], to_offset, segment.own, from_offset, num_bytes))
+
+    def raise_word(self, window: int, rank: int, offset: int, value: int) -> None:
+        segment, place = self._segments[window](), (window, rank, offset)
+        if segment is not None:
+            arrives = time.monotonic() + self._random.random() * self._longest
+            arrives = max(arrives, self._ordered, self._raised.get(place, 0.0))
+            self._raised[place] = arrives
+            self._add(arrives, ("raise", segment.mappings[rank], offset, value))
+
+    def quiet(self) -> None:
+        self._ordered = self._last_put
+
+    # ---- the thread
+
+    def _add(self, arrives: float, what: Any) -> None:
+        with self._changed:
+            self._count += 1
+            heapq.heappush(self._deliveries, (arrives, self._count, what))  # equal times: in the order of their numbers
+            self._changed.notify_all()
+
+    def _deliver_all(self) -> None:
+        with self._changed:
+            while self._deliveries or not self._is_closed:
+                wait = self._deliveries[0][0] - time.monotonic() if self._deliveries else None
+                if wait is None or wait > 0:
+                    self._changed.wait(wait)
+                else:
+                    self._deliver(heapq.heappop(self._deliveries)[2])
+                    self._delivered += 1
+                    self._changed.notify_all()
+
+    def _deliver(self, what: Any) -> None:
+        if what[0] == "put":
+            _, mapping, to_offset, own, from_offset, num_bytes = what
+            _require_inside(mapping, to_offset, num_bytes)
+            _require_inside(own, from_offset, num_bytes)
+            ctypes.memmove(mapping.address + to_offset, own.address + from_offset, num_bytes)
+        else:
+            _, mapping, offset, value = what
+            _require_inside(mapping, offset, 8)
+            pair = np.array([mapping.address + offset, value], dtype=np.int64)
+            self._raise_words(pair.ctypes.data, 1)
+
+
+def _require_inside(mapping: Any, offset: int, num_bytes: int) -> None:
+    if not 0 <= offset <= mapping.size - num_bytes:
+        raise ValueError(f"{num_bytes} bytes at {offset} of a segment of {mapping.size}")
+
+
+_addresses = itertools.count(1)
+_networks: weakref.WeakValueDictionary[int, RemoteNetwork] = weakref.WeakValueDictionary()
+
+
+if INTERPRETED:
+    from epcomm.device.gpu.memory import word
+
+    def _number(value: Any) -> int:
+        """A kernel's number as Python's."""
+        return int(value.handle.data.item()) if hasattr(value, "handle") else int(value)
+
+    def _found(ctx: Any, window: Any) -> tuple[RemoteNetwork, int]:
+        """The network of a context, and what it calls a segment."""
+        handle = word(window, word(ctx, control.SIZE) + control.WINDOW_HANDLE)
+        return _networks[_number(word(ctx, control.NETWORK))], _number(handle)
+
+    def put_remote(ctx: Any, window: Any, *numbers: Any) -> None:
+        """`network.start_put`."""
+        network, handle = _found(ctx, window)
+        network.put(handle, *map(_number, numbers))
+
+    def raise_by_remote(ctx: Any, window: Any, *numbers: Any) -> None:
+        """`network.raise_remote`."""
+        network, handle = _found(ctx, window)
+        network.raise_word(handle, *map(_number, numbers))
+
+    def order_remote(ctx: Any) -> None:
+        """`network.quiet`."""
+        _networks[_number(word(ctx, control.NETWORK))].quiet()
+
+else:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def put_remote(ctx, window, rank, to_offset, from_offset, num_bytes):
+        """There is none in compiled code."""
+        tl.static_assert(False, "this network is of interpreted kernels only")
+
+    @triton.jit
+    def raise_by_remote(ctx, window, rank, offset, value):
+        """There is none in compiled code."""
+        tl.static_assert(False, "this network is of interpreted kernels only")
+
+    @triton.jit
+    def order_remote(ctx):
+        """There is none in compiled code."""
+        tl.static_assert(False, "this network is of interpreted kernels only")
