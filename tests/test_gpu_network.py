@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from ep_cases import KINDS, Case, Step, in_all_kinds, require, run_cases
 
 import epcomm
-from epcomm.device.gpu.remote import RemoteNetwork
 from epcomm.errors import UnsupportedError
-from epcomm.heap.cpu import Mapping, create_memory_file
 from epcomm.moe.quantize import Float8
 from epcomm.testing.adversary import delay_operations
 from epcomm.testing.interpreter import kernels_of
@@ -86,72 +82,3 @@ def run_collectives(comm: epcomm.Communicator) -> None:
 
 def test_collectives_other_than_the_barrier_are_refused() -> None:
     on_nodes(WORLDS["interleaved"], run_collectives)
-
-
-# ---- the network itself
-
-
-class Parts:
-    """This rank's view of a segment of two."""
-
-    def __init__(self) -> None:
-        self.own, peer = memory(1 << 16), memory(1 << 16)
-        self.mappings, self.bases = [self.own, peer], np.array([self.own.address, peer.address])
-        self.network = (0, 0, 0)
-
-
-def memory(num_bytes: int) -> Mapping:
-    descriptor = create_memory_file(num_bytes)
-    try:
-        return Mapping(descriptor, num_bytes)
-    finally:
-        os.close(descriptor)
-
-
-def arrivals(send: Callable[[RemoteNetwork, int], None], watched: Sequence[int]) -> list[tuple[int, ...]]:
-    """The states, in order, of these words of the peer's part while `send` is done for 1 to 20."""
-    parts, network = Parts(), RemoteNetwork(0, [0, 1], longest_delay=0.02)
-    network.add(parts)
-    assert parts.bases.tolist() == [parts.own.address, 0]
-    words = parts.mappings[1].array(0, 1 << 16).view(np.int64)
-    parts.own.array(0, 8 * 64).view(np.int64)[:] = np.arange(64)
-    for number in range(1, 21):
-        send(network, number)
-    states = [tuple(words[list(watched)].tolist())]
-    while network._delivered < network._count:
-        states.append(tuple(words[list(watched)].tolist()))
-    network.settle(1, 1.0)
-    network.close()
-    states.append(tuple(words[list(watched)].tolist()))
-    return list(dict.fromkeys(states))
-
-
-def test_network_is_late_and_out_of_order() -> None:
-    places = [100 + number for number in range(1, 21)]
-    states = arrivals(lambda network, number: network.raise_word(0, 1, 8 * (100 + number), number), places)
-    assert not any(states[0]) and states[-1] == tuple(range(1, 21))
-    assert any(0 in state[: state.index(max(state))] for state in states)  # a later one came before an earlier one
-
-
-def test_network_keeps_the_order_of_one_word() -> None:
-    states = arrivals(lambda network, number: network.raise_word(0, 1, 800, number), [100])
-    assert states == sorted(states) and states[-1] == (20,)
-
-
-@pytest.mark.parametrize("order, is_right", [("put quiet raise", True), ("raise put quiet", False), ("put raise", False)])
-def test_network_tells_orders_apart(order: str, is_right: bool) -> None:
-    """A kernel that raises before it puts, or without a `quiet` in between, is seen to: words run ahead of rows."""
-
-    def send(network: RemoteNetwork, number: int) -> None:
-        for step in order.split():
-            if step == "put":
-                network.put(0, 1, 8 * (200 + number), 8 * number, 8)
-            elif step == "raise":
-                network.raise_word(0, 1, 8 * (100 + number), number)
-            else:
-                network.quiet()
-
-    numbers = range(1, 21)
-    states = arrivals(send, [100 + number for number in numbers] + [200 + number for number in numbers])
-    runs_ahead = any(word and not row for state in states for word, row in zip(state[:20], state[20:], strict=True))
-    assert runs_ahead is not is_right

@@ -36,6 +36,11 @@ class NetworkSegment:
     handle: int
     multicast = 0  # see `cuda_symmetric`
 
+    @property
+    def network(self) -> tuple[int, int, int]:
+        """The last words of its window. Of networks that only add, the table of raised words is still to come."""
+        return self.handle, 0, 0
+
 
 class Network(Protocol):
     """The ranks of a communicator, as a network knows them."""

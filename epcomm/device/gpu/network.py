@@ -16,7 +16,7 @@ import triton.language as tl
 
 from epcomm.device.gpu.gin import gin_quiet, gin_raise_remote, gin_start_put
 from epcomm.device.gpu.machine import device
-from epcomm.device.gpu.memory import store_release, word
+from epcomm.device.gpu.memory import store_release
 from epcomm.device.gpu.nvshmem import nvshmem_quiet, nvshmem_raise_remote, nvshmem_start_put
 from epcomm.device.gpu.remote import order_remote, put_remote, raise_by_remote
 
@@ -61,9 +61,8 @@ def quiet(ctx, NETWORK: tl.constexpr):
 
 
 @device
-def raise_word(ctx, window, rank, offset, value, NETWORK: tl.constexpr):
-    """Raises a word of `rank`'s part of a segment, after every earlier store of this program's threads."""
-    base = word(window, rank)
+def raise_word(ctx, window, base, rank, offset, value, NETWORK: tl.constexpr):
+    """Raises a word of `rank`'s part of a segment, at `base`, after every earlier store of this program's threads."""
     if NETWORK == "none":
         store_release(base + offset, value)
     else:

@@ -56,7 +56,7 @@ def _push_header(ctx, fingerprint, NETWORK: tl.constexpr):
     for rank in range(word(ctx, control.SIZE)):
         if rank != me:
             offset = control.HEADERS + me * control.HEADER_BYTES + slot
-            raise_word(ctx, ctx + 8 * control.PEERS, rank, offset, header, NETWORK)
+            raise_word(ctx, ctx + 8 * control.PEERS, peer(ctx, rank), rank, offset, header, NETWORK)
 
 
 @device
@@ -185,9 +185,8 @@ def tell_host(ctx, status, wanted, found):
 
 
 @device
-def signal_everyone(ctx, window, offset, value, RANKS: tl.constexpr, NETWORK: tl.constexpr):
+def signal_everyone(ctx, window, offset, value, size, RANKS: tl.constexpr, NETWORK: tl.constexpr):
     """Raises a word of every rank's part of a segment, after every earlier store of this program's threads."""
-    size = word(ctx, control.SIZE)
     lane = tl.arange(0, RANKS)
     is_rank = lane < size
     base = tl.load(window.to(tl.pointer_type(tl.int64)) + lane, mask=is_rank, other=0)

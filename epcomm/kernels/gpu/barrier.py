@@ -26,7 +26,7 @@ def barrier(ctx, args, fingerprint, c0, c1, c2, c3, c4, c5, NETWORK: tl.constexp
         set_word(state, protocol.BARRIER_EPOCH, epoch)
         for distance in range(1, size):
             rank = (me + distance) % size
-            raise_word(ctx, ctx + 8 * control.PEERS, rank, region + me * control.LINE, epoch, NETWORK)
+            raise_word(ctx, ctx + 8 * control.PEERS, peer(ctx, rank), rank, region + me * control.LINE, epoch, NETWORK)
     for distance in range(1, size):
         rank = (me + distance) % size
         if status == control.OK:

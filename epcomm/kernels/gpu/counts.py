@@ -35,7 +35,7 @@ def signal_word(ctx, state, kind, at, source):
 def raise_everywhere(ctx, state, kind, value, RANKS: tl.constexpr, NETWORK: tl.constexpr):
     """Raises this rank's word of `kind` at every rank, after all that this program wrote."""
     offset = (kind * word(ctx, control.SIZE) + word(ctx, control.RANK)) * control.LINE
-    signal_everyone(ctx, word(state, protocol.WINDOW), offset, value, RANKS, NETWORK)
+    signal_everyone(ctx, word(state, protocol.WINDOW), offset, value, word(ctx, control.SIZE), RANKS, NETWORK)
 
 
 @device

@@ -115,7 +115,7 @@ class CudaTarget(GpuTarget):
         self.device = require_cuda(device)
         self.transport = "peer_memory" if transport == "auto" else transport  # until the ranks have met
         self._wanted = transport
-        self.network: Network | None = None
+        self._connection: Network | None = None
         self.kind = torch.cuda.get_device_name(self.device) + " with sm_budget=0" * (sm_budget == 0)
         self.copy_engine_bytes = _COPY_ENGINE_BYTES if sm_budget == 0 else 0
         major, minor = torch.cuda.get_device_capability(self.device)
@@ -149,11 +149,11 @@ class CudaTarget(GpuTarget):
             return [message for message, _ in allgather(payload, ())]
 
         if not self._has_met:
-            self.network = connect(self._wanted, rank, self.device, exchange)
-            self.transport = self.network.name if self.network else "peer_memory"
+            self._connection = connect(self._wanted, rank, self.device, exchange)
+            self.transport = self._connection.name if self._connection else "peer_memory"
             self._has_met = True
-        if self.network is not None:
-            return self.network.segment(num_bytes)
+        if self._connection is not None:
+            return self._connection.segment(num_bytes)
         if self._group is None:
             self._group = SymmetricGroup(rank, self.device, exchange)
         return self._group.segment(num_bytes, exchange) or CudaSegment(num_bytes, self.device, exchange)
@@ -174,8 +174,8 @@ class CudaTarget(GpuTarget):
             options = kernel.options_for(self._arch)
             compiled = kernel.function.run(*numbers, grid=(1,), warmup=True, **options, **kernel.constants)
             compiled._init_handles()
-            if self.network is not None and kernel.network != "none":
-                self.network.prepare(compiled.module)
+            if self._connection is not None and kernel.network != "none":
+                self._connection.prepare(compiled.module)
 
     def launch(self, ctx: MirroredMemory, kernel: Kernel, args: MirroredMemory, fingerprint: int, *words: int) -> int:
         numbers = (ctx.address, args.address, fingerprint, *map(int, words), *[0] * (CALL_WORDS - len(words)))
