@@ -40,7 +40,7 @@ def copy_far(to, source, num_bytes):
 def send_far(ctx, state, routing, tensor, token, WIDE: tl.constexpr, TILE: tl.constexpr):
     ctx, state, routing = tl.cast(ctx, tl.int64), tl.cast(state, tl.int64), tl.cast(routing, tl.int64)
     _send_row(ctx, state, routing, tl.cast(tensor, tl.int64), tl.cast(token, tl.int64), 1, tl.cast(EPOCH, tl.int64),
-              False, WIDE, TILE)  # fmt: skip
+              False, WIDE, TILE, "none")  # fmt: skip
 
 
 @kernel("expand_far", programs=one)
@@ -59,7 +59,7 @@ def partial_far(state, routing, tensor, row, out, WIDE: tl.constexpr):
 def sum_far(ctx, state, routing, tensor, token, WIDE: tl.constexpr):
     ctx, state, routing = tl.cast(ctx, tl.int64), tl.cast(state, tl.int64), tl.cast(routing, tl.int64)
     sum_token(ctx, state, routing, tl.cast(0, tl.int64), tl.cast(tensor, tl.int64), tl.cast(token, tl.int64), 1,
-              False, tl.cast(EPOCH, tl.int64), tl.float32, tl.float32, WIDE)  # fmt: skip
+              False, tl.cast(EPOCH, tl.int64), tl.float32, tl.float32, WIDE, "none")  # fmt: skip
 
 
 @kernel("reduce_far", programs=one)
