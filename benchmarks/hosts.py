@@ -28,7 +28,7 @@ if __package__ in (None, ""):
 
 import epcomm
 from benchmarks import results
-from epcomm.rendezvous import launched_rank
+from epcomm import rendezvous
 from epcomm.testing import namespaces
 
 NUM_EXPERTS, TOPK = 64, 8
@@ -118,7 +118,7 @@ def measure(comm: Any, steps: dict[str, Callable[[], Any]], check: Callable[[Any
 
 
 def run_rank(nodes: list[int], shapes: list[tuple[int, int]], sizes: list[int], rounds: int) -> list[dict]:
-    rank = launched_rank.get().rank
+    rank = rendezvous.launched_rank.get().rank
     os.environ["GLOO_SOCKET_IFNAME"] = LINK
     torch.set_num_threads(1)
     store = namespaces.open_store(rank)
