@@ -33,6 +33,10 @@ class AbortRegion:
         """True if this rank was told of a failure in this generation or a later one."""
         return int(self._word[0]) >> control.GENERATION_SHIFT >= generation
 
+    def is_own_stop(self) -> bool:
+        """True if a program of this rank has stopped the others, and nobody else knows."""
+        return (int(self._word[0]) >> 16) & 0xFFFF == control.LOCAL_ABORT
+
     def tell_everyone(self, text: str, generation: int, reason: int) -> None:
         """Raises every rank's word, this rank's first, with `text` to be quoted."""
         encoded = text.encode()[: control.MESSAGE_BYTES - 8]

@@ -28,7 +28,7 @@ from epcomm.hub import Hub
 _COUNT = struct.Struct("<q")
 _ENTRY_WORDS = 4  # window, offset, number of bytes (or what the record does instead), value
 _MOST_RECORDS = 512  # per frame: with their entries they fit into one call of the system (IOV_MAX is 1024)
-_POLL_MS = 500  # a thread whose owner is gone ends within that
+_LONGEST_JOIN = 5.0  # seconds; a peer that was stopped takes nothing
 
 
 class NoProxy:
@@ -70,7 +70,7 @@ class Proxy:
         ]
         for thread in threads:
             thread.start()
-        self._close = weakref.finalize(self, _close, self._outbox, self._receiver, threads, links)
+        self._close = weakref.finalize(self, _close, self._outbox, threads, links)
         self._close.atexit = False
 
     def register(self, segment: Any) -> None:
@@ -80,12 +80,12 @@ class Proxy:
 
     def settle(self, generation: int, timeout: float) -> None:
         """Collective: returns once all that any rank wrote down before has arrived here. Raises `TimeoutError`."""
-        for rank in self._ranks:
-            self._write_marker(self.address, rank, generation)
-        deadline = time.monotonic() + timeout
-        while late := [rank for rank in self._ranks if self._receiver.markers.get(rank, 0) < generation]:
+        deadline, untold = time.monotonic() + timeout, set(self._ranks)
+        # WAR: what arrives later would be written over what the next generation puts there
+        while late := untold | {rank for rank in self._ranks if self._receiver.markers.get(rank, 0) < generation}:
+            untold = {rank for rank in untold if not self._write_marker(self.address, rank, generation)}
             if time.monotonic() > deadline:
-                raise TimeoutError(f"what rank(s) {late} on other hosts sent did not all arrive in time")
+                raise TimeoutError(f"what goes to or comes from rank(s) {sorted(late)} did not all arrive in time")
             time.sleep(0.001)
 
     def close(self) -> None:
@@ -93,14 +93,21 @@ class Proxy:
         self._close()
 
 
-def _close(outbox: np.ndarray, receiver: _Receiver, threads: list[threading.Thread], links: dict[int, Any]) -> None:
+def _close(outbox: np.ndarray, threads: list[threading.Thread], links: dict[int, socket.socket]) -> None:
     network.load_stop_outbox()(outbox.ctypes.data)
-    receiver.is_closed = True
-    for thread in threads:
-        if thread is not threading.current_thread():  # garbage is collected anywhere
-            thread.join(timeout=5.0)
+    sender, receiver = threads
+    _join(sender)  # what is written down is sent
+    for link in links.values():
+        with contextlib.suppress(OSError):  # the peer has closed it
+            link.shutdown(socket.SHUT_RDWR)  # ends what a thread still does with it
+    _join(receiver)
     for link in links.values():
         link.close()
+
+
+def _join(thread: threading.Thread) -> None:
+    if thread is not threading.current_thread():  # garbage is collected anywhere
+        thread.join(timeout=_LONGEST_JOIN)
 
 
 class _Segments:
@@ -136,7 +143,8 @@ def _send_all(outbox: np.ndarray, links: dict[int, socket.socket]) -> None:
         first += count
         frames: dict[int, list[Sequence[int]]] = {}
         for record in batch[:count].tolist():
-            frames.setdefault(record[network.RANK], []).append(record)
+            if record[network.NUM_BYTES] != network.NOTHING:
+                frames.setdefault(record[network.RANK], []).append(record)
         for rank, records in frames.items():
             link = links.get(rank)
             if link is not None:
@@ -187,15 +195,14 @@ class _Receiver:
         self._pairs = np.zeros((_MOST_RECORDS, 2), dtype=np.int64)
         self._nowhere = bytearray()
         self.markers: dict[int, int] = {}
-        self.is_closed = False
 
     def run(self) -> None:
         poller = select.poll()
         ranks = {link.fileno(): rank for rank, link in self._links.items()}
         for descriptor in ranks:
             poller.register(descriptor, select.POLLIN)
-        while ranks and not self.is_closed:
-            for descriptor, _ in poller.poll(_POLL_MS):
+        while ranks:
+            for descriptor, _ in poller.poll():
                 rank = ranks[descriptor]
                 try:
                     is_open = self._receive(rank, self._links[rank])

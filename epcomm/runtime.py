@@ -214,7 +214,7 @@ class Runtime:
         if status == control.CLOSED:
             return ClosedError(f"{where}: the communicator is closed, or belongs to the parent of this fork")
         if status == control.ABORTED:
-            return self._abort_error(where)
+            return self._abort_error(where, context)
         peer = int(context.words[control.FAILED_PEER])
         if status == control.MISMATCH:
             other = self._abort.peer_text(peer, int(context.words[control.FAILED_FOUND])) or "another operation"
@@ -225,9 +225,11 @@ class Runtime:
             return KeyboardInterrupt()
         return self.fail(error_found(status, where, context.words))
 
-    def _abort_error(self, where: str) -> EpcommError:
+    def _abort_error(self, where: str, context: Context) -> EpcommError:
         if self.failure is not None:
             return _again(self.failure)
+        if self._abort.is_own_stop():
+            return self.fail(error_found(control.TIMEOUT, where, context.words))
         self.failure = self._abort.error(where)  # peers know already: whoever failed first told everyone
         return self.failure
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch.distributed as dist
@@ -31,3 +33,11 @@ def port() -> Iterator[int]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield store.port
     del store
+
+
+@pytest.fixture(scope="module")
+def compilers() -> Iterator[ProcessPoolExecutor]:
+    """Processes that compile."""
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+        yield pool
+        pool.shutdown(cancel_futures=True)

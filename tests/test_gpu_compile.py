@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import importlib
 import json
-import multiprocessing
 import os
 import pkgutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -38,14 +36,6 @@ NO_PAYLOAD = {"barrier", "route"}  # they move words only
 FEW, ALL = arms(), arms(everything=True)
 TESTS = Path(__file__).resolve().parent
 runner = CliRunner()
-
-
-@pytest.fixture(scope="module")
-def compilers() -> Iterator[ProcessPoolExecutor]:
-    """Processes that compile."""
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
-        yield pool
-        pool.shutdown(cancel_futures=True)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import multiprocessing
 import os
 import pickle
 import re
@@ -76,14 +75,6 @@ def one_rank(payload: bytes) -> list[bytes]:
 
 
 # ---- to machine code
-
-
-@pytest.fixture(scope="module")
-def compilers() -> Iterator[ProcessPoolExecutor]:
-    """Processes that compile."""
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
-        yield pool
-        pool.shutdown(cancel_futures=True)
 
 
 @pytest.fixture(scope="module")

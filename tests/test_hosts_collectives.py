@@ -25,6 +25,7 @@ from failure_cases import Raised, raised_by, works
 from host_cases import EVERY_WORLD, WORLDS, on_hosts
 
 import epcomm
+from epcomm.device.cpu import network
 from epcomm.errors import MismatchError, PeerFailedError, UnsupportedError
 from epcomm.errors import TimeoutError as EpcommTimeoutError
 from epcomm.testing.adversary import delay_operations
@@ -243,3 +244,23 @@ def test_results_do_not_depend_on_who_runs_ahead(port: int) -> None:
             assert same_bits(comm.broadcast(x, root), payload(root, x.shape, torch.uint8, call))
 
     on_hosts(WORLDS["2+2"], port, body)
+
+
+def full_outbox(comm: epcomm.Communicator) -> Raised:
+    """Rank 0's proxy seems to take nothing any more: what it would send has no place to wait in."""
+    works(comm)
+    if comm.rank == 0:
+        outbox = comm._runtime._proxy._outbox
+        while outbox[network.TAKEN] < outbox[network.WRITTEN]:
+            time.sleep(0.001)
+        outbox[network.TAKEN] -= network.NUM_RECORDS
+    raised = raised_by(comm.barrier, timeout=1.0 if comm.rank == 0 else 20.0)
+    comm._close(None)
+    return raised
+
+
+def test_deadline_of_the_outbox(port: int) -> None:
+    first, second = on_hosts(WORLDS["1+1"], port, full_outbox)
+    assert type(first.error) is EpcommTimeoutError, first
+    assert "rank 1" in first.text and "to take what was sent to it before" in first.text, first
+    assert type(second.error) is PeerFailedError and "rank 0" in second.text, second

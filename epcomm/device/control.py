@@ -31,6 +31,7 @@ IS_CLOSED = 9
 IS_OCCUPIED = 14  # 1 while a thread is in an operation
 # what the last failed wait was waiting for
 FAILED_PEER, FAILED_SITE, FAILED_WANTED, FAILED_FOUND = 10, 11, 12, 13
+OUTBOX_SITE = 64  # in FAILED_SITE, beside those of kernels/protocol/sites: no room for what goes to another host
 TICKET, LEFT = 15, 16  # programs of a GPU launch that began and that ended so far, in order
 NETWORK = 17  # what kernels need to reach ranks that load and store don't reach: see device.*.network; else 0
 PEERS = 18  # the window of the collectives' segment, see below; then base addresses, by rank, of the control regions

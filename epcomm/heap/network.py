@@ -12,7 +12,6 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 
-from epcomm.device import control
 from epcomm.errors import ConfigError, UnsupportedError
 from epcomm.heap.cuda import CudaMapping
 
@@ -35,11 +34,6 @@ class NetworkSegment:
     bases: np.ndarray
     handle: int
     multicast = 0  # see `cuda_symmetric`
-
-    @property
-    def network(self) -> tuple[int, int, int]:
-        """The last words of its window. Of networks that only add, the table of raised words is still to come."""
-        return self.handle, 0, 0
 
 
 class Network(Protocol):
@@ -78,11 +72,7 @@ def zeroed(address: int, num_bytes: int, device: torch.device, owner: Any) -> to
 
 def window_words(segment: NetworkSegment, raised: int = 0, num_lines: int = 0) -> list[int]:
     """The words that describe a segment to kernels; `raised` is the address of int64 [rank, num_lines] of zeros."""
-    words = [*map(int, segment.bases), *[0] * control.WINDOW_WORDS]
-    words[len(segment.bases) + control.WINDOW_HANDLE] = segment.handle
-    words[len(segment.bases) + control.WINDOW_RAISED] = raised
-    words[len(segment.bases) + control.WINDOW_LINES] = num_lines
-    return words
+    return [*map(int, segment.bases), segment.handle, raised, num_lines]
 
 
 def agreed(what: str, exchange: Exchange, attempt: Callable[[], T]) -> T:

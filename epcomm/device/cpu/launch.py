@@ -28,7 +28,7 @@ from epcomm.device.cpu.memory import (
     store_release,
     word,
 )
-from epcomm.device.cpu.peers import aborted, control_region, raise_abort
+from epcomm.device.cpu.peers import aborted, raise_abort, stop_this_rank, stopped_itself
 from epcomm.device.cpu.system import pause, semaphore_post, semaphore_wait, yield_core
 from epcomm.device.cpu.waiting import push_header
 
@@ -83,10 +83,7 @@ def _run_on_pool(pool, kernel, ctx, args):
 def _stop_the_others(ctx, status):
     """Lets this rank's other programs leave their waits when one was stopped: SIGINT, say, reaches only program 0."""
     if status != control.OK and status != control.CAPACITY and status != control.BAD_VALUE:
-        me = word(ctx, control.RANK)
-        own = control_region(ctx, me) + control.ABORT_WORD
-        generation = word(ctx, control.GENERATION) << control.GENERATION_SHIFT
-        raise_abort(own, generation | control.LOCAL_ABORT << 16 | me)
+        stop_this_rank(ctx)
 
 
 @device
@@ -186,8 +183,12 @@ def _run(ctx, kernel, args, fingerprint):
         push_header(ctx)
     pool = word(ctx, control.POOL)
     if pool == 0 or word(args, IS_SINGLE):
-        return call_kernel(kernel, ctx, args, 0, 1)
-    return _run_on_pool(pool, kernel, ctx, args)
+        status = call_kernel(kernel, ctx, args, 0, 1)
+    else:
+        status = _run_on_pool(pool, kernel, ctx, args)
+    if status == control.OK and word(ctx, control.NETWORK) != 0 and stopped_itself(ctx):
+        return control.ABORTED  # it waited for nothing more, but not all that it had to send was sent
+    return status
 
 
 @device

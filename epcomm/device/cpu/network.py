@@ -13,8 +13,8 @@ from numba import types
 from epcomm.device import control
 from epcomm.device.cpu.compile import device, host_function
 from epcomm.device.cpu.memory import compare_exchange, copy, copy_bytes, load_acquire, set_word, store_release, word
-from epcomm.device.cpu.peers import aborted
-from epcomm.device.cpu.system import semaphore_post, semaphore_wait, yield_core
+from epcomm.device.cpu.peers import aborted, stop_this_rank
+from epcomm.device.cpu.system import monotonic_ns, semaphore_post, semaphore_wait, yield_core
 
 # ---- outbox (words)
 TAKEN = 0  # records whose place in the ring is free again
@@ -29,6 +29,7 @@ RECORD_WORDS = 8
 OUTBOX_WORDS = RING + NUM_RECORDS * RECORD_WORDS
 RAISES = -1  # in NUM_BYTES: SOURCE is the value of the word at that offset
 MARKS = -2  # in NUM_BYTES: SOURCE is a number that the peer is told; nothing is written
+NOTHING = -3  # in NUM_BYTES: the record isn't sent
 
 
 @device
@@ -60,12 +61,23 @@ def _complete(outbox, number, rank, window, offset, num_bytes, source):
 @device
 def _write_down(ctx, window, rank, offset, num_bytes, source):
     outbox = word(ctx, control.NETWORK)
-    number = _try_to_reserve(outbox)
-    while number < 0:
-        if aborted(ctx):
-            return  # nothing more is sent; whoever waits for anything learns why
+    number, started = _try_to_reserve(outbox), 0
+    while number < 0 and not aborted(ctx):
+        now = monotonic_ns()
+        if started == 0:
+            started = now
+        if now - started > word(ctx, control.TIMEOUT_NS):  # WAR: the proxy has not sent what is in the ring
+            set_word(ctx, control.FAILED_PEER, rank)
+            set_word(ctx, control.FAILED_SITE, control.OUTBOX_SITE)
+            set_word(ctx, control.FAILED_WANTED, load_acquire(outbox + 8 * WRITTEN) + 1 - NUM_RECORDS)
+            set_word(ctx, control.FAILED_FOUND, load_acquire(outbox + 8 * TAKEN))
+            stop_this_rank(ctx)
         yield_core()
         number = _try_to_reserve(outbox)
+    if number < 0:
+        return  # from here on whoever waits for anything learns why, and nothing that follows is sent, either
+    if aborted(ctx):
+        num_bytes = NOTHING  # once a record was left out, a word behind it must not be raised
     handle = word(window, word(ctx, control.SIZE) + control.WINDOW_HANDLE)
     _complete(outbox, number, rank, handle, offset, num_bytes, source)
 
@@ -111,14 +123,17 @@ def load_take_records(outbox, first, to, capacity):
     return count
 
 
-@host_function("write_marker", types.void(types.int64, types.int64, types.int64))
+@host_function("write_marker", types.boolean(types.int64, types.int64, types.int64))
 def load_write_marker(outbox, rank, value):
-    """``write_marker(outbox, rank, value)``: tells `rank` a number, after all that was written down before."""
+    """``write_marker(outbox, rank, value)``: tells `rank` a number, after all that was written down before.
+
+    False if there is no room for it now.
+    """
     number = _try_to_reserve(outbox)
-    while number < 0:
-        yield_core()
-        number = _try_to_reserve(outbox)
+    if number < 0:
+        return False
     _complete(outbox, number, rank, 0, 0, MARKS, value)
+    return True
 
 
 @host_function("stop_outbox", types.void(types.int64))

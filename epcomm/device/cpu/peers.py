@@ -41,3 +41,18 @@ def raise_abort(address, value):
             return
         if compare_exchange(address, found, value) == found:
             return
+
+
+@device
+def stop_this_rank(ctx):
+    """Raises this rank's own abort word: its programs leave their waits, and nothing more is sent."""
+    me = word(ctx, control.RANK)
+    generation = word(ctx, control.GENERATION) << control.GENERATION_SHIFT
+    raise_abort(control_region(ctx, me) + control.ABORT_WORD, generation | control.LOCAL_ABORT << 16 | me)
+
+
+@device
+def stopped_itself(ctx):
+    """True if `stop_this_rank` was the first cause in this generation."""
+    found = load_acquire(control_region(ctx, word(ctx, control.RANK)) + control.ABORT_WORD)
+    return aborted(ctx) and (found >> 16) & 0xFFFF == control.LOCAL_ABORT

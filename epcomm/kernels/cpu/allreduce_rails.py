@@ -23,14 +23,14 @@ from __future__ import annotations
 
 from epcomm.device import control
 from epcomm.device.control import LINE
-from epcomm.device.cpu.compile import device, kernel
+from epcomm.device.cpu.compile import device
 from epcomm.device.cpu.function import call6
-from epcomm.device.cpu.memory import copy, copy_streaming, fence, set_word, word
+from epcomm.device.cpu.memory import copy, copy_streaming, set_word, word
 from epcomm.device.cpu.network import put
 from epcomm.device.cpu.peers import peer, window_of_collectives
 from epcomm.device.cpu.waiting import meet, signal
 from epcomm.kernels.cpu.allreduce_two_shot import stage_but_part
-from epcomm.kernels.cpu.channels import channel_bytes, meet_pushed, part_bytes, push, slot_offset
+from epcomm.kernels.cpu.channels import meet_pushed, part_bytes, push, reduction_by_channels, slot_offset
 from epcomm.kernels.cpu.nodes import member, node_of, num_members, number_of
 from epcomm.kernels.protocol import collectives as protocol
 from epcomm.kernels.protocol import nodes, sites
@@ -163,16 +163,4 @@ def _reduce_channel(ctx, args, channel, x, out, num_bytes):
     return control.OK
 
 
-@kernel("allreduce_rails")
-def allreduce_rails(ctx, args, program, num_programs):
-    num_channels = word(word(args, protocol.STATE), protocol.NUM_CHANNELS)
-    x, out, num_bytes = word(args, protocol.X), word(args, protocol.OUT), word(args, protocol.NUM_BYTES)
-    share = channel_bytes(num_bytes, num_channels)
-    for channel in range(program, num_channels, num_programs):
-        low = min(num_bytes, channel * share)
-        status = _reduce_channel(ctx, args, channel, x + low, out + low, min(share, num_bytes - low))
-        if status != control.OK:
-            return status
-    if word(args, protocol.STREAMING):
-        fence()
-    return control.OK
+allreduce_rails = reduction_by_channels("allreduce_rails", _reduce_channel)

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from epcomm.device import control
 from epcomm.device.control import LINE
-from epcomm.device.cpu.compile import device, kernel
+from epcomm.device.cpu.compile import device
 from epcomm.device.cpu.function import call6
-from epcomm.device.cpu.memory import copy, copy_streaming, fence, set_word, word
+from epcomm.device.cpu.memory import copy, copy_streaming, set_word, word
 from epcomm.device.cpu.peers import peer
 from epcomm.device.cpu.waiting import meet, signal
-from epcomm.kernels.cpu.channels import channel_bytes, part_bytes
+from epcomm.kernels.cpu.channels import part_bytes, reduction_by_channels
 from epcomm.kernels.protocol import collectives as protocol
 from epcomm.kernels.protocol import sites
 
@@ -95,16 +95,4 @@ def _reduce_channel(ctx, args, channel, x, out, num_bytes):
     return control.OK
 
 
-@kernel("allreduce_two_shot")
-def allreduce_two_shot(ctx, args, program, num_programs):
-    num_channels = word(word(args, protocol.STATE), protocol.NUM_CHANNELS)
-    x, out, num_bytes = word(args, protocol.X), word(args, protocol.OUT), word(args, protocol.NUM_BYTES)
-    share = channel_bytes(num_bytes, num_channels)
-    for channel in range(program, num_channels, num_programs):
-        low = min(num_bytes, channel * share)
-        status = _reduce_channel(ctx, args, channel, x + low, out + low, min(share, num_bytes - low))
-        if status != control.OK:
-            return status
-    if word(args, protocol.STREAMING):
-        fence()
-    return control.OK
+allreduce_two_shot = reduction_by_channels("allreduce_two_shot", _reduce_channel)

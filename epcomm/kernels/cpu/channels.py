@@ -2,14 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from epcomm.device import control
 from epcomm.device.control import LINE
-from epcomm.device.cpu.compile import device
-from epcomm.device.cpu.memory import word
+from epcomm.device.cpu.compile import Kernel, device, kernel
+from epcomm.device.cpu.memory import fence, word
 from epcomm.device.cpu.network import raise_word
 from epcomm.device.cpu.peers import peer, window_of_collectives
 from epcomm.device.cpu.waiting import meet
 from epcomm.kernels.protocol import collectives as protocol
+
+
+def data_movement(name: str, move_channel: Callable[..., Any]) -> Kernel:
+    """The kernel whose programs take every n-th channel: ``move_channel(ctx, args, channel) -> status``."""
+
+    def run(ctx, args, program, num_programs):
+        for channel in range(program, word(word(args, protocol.STATE), protocol.NUM_CHANNELS), num_programs):
+            status = move_channel(ctx, args, channel)
+            if status != control.OK:
+                return status
+        if word(args, protocol.STREAMING):
+            fence()
+        return control.OK
+
+    return kernel(name)(run)
+
+
+def reduction_by_channels(name: str, reduce_channel: Callable[..., Any]) -> Kernel:
+    """The same of a reduction whose bytes are shared out: ``reduce_channel(ctx, args, channel, x, out, num_bytes)``."""
+
+    @device
+    def reduce_share(ctx, args, channel):
+        x, out, num_bytes = word(args, protocol.X), word(args, protocol.OUT), word(args, protocol.NUM_BYTES)
+        share = channel_bytes(num_bytes, word(word(args, protocol.STATE), protocol.NUM_CHANNELS))
+        low = min(num_bytes, channel * share)
+        return reduce_channel(ctx, args, channel, x + low, out + low, min(share, num_bytes - low))
+
+    return data_movement(name, reduce_share)
 
 
 @device

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from epcomm.device import control
 from epcomm.device.control import LINE
-from epcomm.device.cpu.compile import device, kernel
+from epcomm.device.cpu.compile import device
 from epcomm.device.cpu.function import call6
-from epcomm.device.cpu.memory import copy, copy_streaming, fence, set_word, word
+from epcomm.device.cpu.memory import copy, copy_streaming, set_word, word
 from epcomm.device.cpu.peers import peer
 from epcomm.device.cpu.waiting import meet, signal, wait
+from epcomm.kernels.cpu.channels import data_movement
 from epcomm.kernels.protocol import collectives as protocol
 from epcomm.kernels.protocol import sites
 
@@ -115,12 +116,4 @@ def _exchange_channel(ctx, args, channel):
     return control.OK
 
 
-@kernel("exchange")
-def exchange(ctx, args, program, num_programs):
-    for channel in range(program, word(word(args, protocol.STATE), protocol.NUM_CHANNELS), num_programs):
-        status = _exchange_channel(ctx, args, channel)
-        if status != control.OK:
-            return status
-    if word(args, protocol.STREAMING):
-        fence()
-    return control.OK
+exchange = data_movement("exchange", _exchange_channel)

@@ -16,12 +16,12 @@ Edges; every word is in the waiter's own memory
 from __future__ import annotations
 
 from epcomm.device import control
-from epcomm.device.cpu.compile import device, kernel
+from epcomm.device.cpu.compile import device
 from epcomm.device.cpu.function import call6
-from epcomm.device.cpu.memory import fence, set_word, word
+from epcomm.device.cpu.memory import set_word, word
 from epcomm.device.cpu.network import put
 from epcomm.device.cpu.peers import peer, window_of_collectives
-from epcomm.kernels.cpu.channels import meet_pushed, push, slot_offset
+from epcomm.kernels.cpu.channels import data_movement, meet_pushed, push, slot_offset
 from epcomm.kernels.cpu.exchange import entry, own_source, stage, take
 from epcomm.kernels.cpu.nodes import member, node_of, num_members, number_of
 from epcomm.kernels.protocol import collectives as protocol
@@ -179,12 +179,4 @@ def _exchange_channel(ctx, args, channel):
     return control.OK
 
 
-@kernel("exchange_network")
-def exchange_network(ctx, args, program, num_programs):
-    for channel in range(program, word(word(args, protocol.STATE), protocol.NUM_CHANNELS), num_programs):
-        status = _exchange_channel(ctx, args, channel)
-        if status != control.OK:
-            return status
-    if word(args, protocol.STREAMING):
-        fence()
-    return control.OK
+exchange_network = data_movement("exchange_network", _exchange_channel)

@@ -5,6 +5,8 @@ RAW: the awaited data is visible. WAR: the peer has finished reading what is abo
 
 from __future__ import annotations
 
+from epcomm.device.control import OUTBOX_SITE
+
 BARRIER = 1
 ONE_SHOT_STAGED = 2
 TWO_SHOT_STAGED, TWO_SHOT_REDUCED = 3, 4
@@ -16,6 +18,7 @@ COMBINE_READ, COMBINE_READY, COMBINE_WEIGHTED = 13, 14, 15
 EXCHANGE_FORWARDED, RAILS_PARTIAL = 16, 17
 
 _TEXTS = {
+    OUTBOX_SITE: "to take what was sent to it before (WAR)",
     BARRIER: "to enter the barrier",
     ONE_SHOT_STAGED: "to stage its input (RAW)",
     TWO_SHOT_STAGED: "to stage a chunk of its input (RAW)",
