@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from epcomm.collectives.bind import Binder
-from epcomm.collectives.ops import Collectives
+from epcomm.collectives.movement import Movement
+from epcomm.collectives.ops import Reductions
+from epcomm.collectives.parts import Tensors
 from epcomm.collectives.point_to_point import PointToPoint
 from epcomm.errors import ConfigError
 from epcomm.hub import Hub
@@ -40,7 +42,8 @@ class Communicator:
         self._runtime = Runtime(target, hub, regions.size, num_programs, timeout)
         self._fifo = Fifo("epcomm-async", is_stream_ordered=self.device.type == "cuda")
         self._binder = Binder(self._runtime, regions, num_programs)
-        self._collectives = Collectives(self._runtime, self._binder, self._fifo)
+        self._reductions = Reductions(self._runtime, self._binder, self._fifo)
+        self._movement = Movement(self._runtime, self._binder, self._fifo)
         self._point_to_point = PointToPoint(self._runtime, regions)
 
     # ---- life
@@ -95,9 +98,9 @@ class Communicator:
 
     # ---- collectives
 
-    def barrier(self, timeout: float | None = None) -> None:
+    def barrier(self, timeout: float | None = None, *, async_op: bool = False) -> Any:
         """Returns once every rank has called it; what they wrote before is visible."""
-        self._collectives.barrier(timeout)
+        return self._reductions.barrier(async_op, timeout)
 
     def allreduce(
         self,
@@ -116,13 +119,13 @@ class Communicator:
         "multimem", where NVLink's switch sums and averages floats of 16 and 32 bits, in an order of its own: "auto"
         never takes it.
         """
-        return self._collectives.allreduce(x, op, out, algorithm, async_op, timeout)
+        return self._reductions.allreduce(x, op, out, algorithm, async_op, timeout)
 
     def bind_allreduce(
         self, x: torch.Tensor, op: str = "sum", *, out: torch.Tensor | None = None, algorithm: str = "auto"
     ) -> Callable[[], torch.Tensor]:
         """A function that allreduces `x` into `out` (default: in place) with addresses resolved once, for hot loops."""
-        return self._collectives.bind_allreduce(x, op, out, algorithm)
+        return self._reductions.bind_allreduce(x, op, out, algorithm)
 
     def reduce(
         self,
@@ -135,25 +138,25 @@ class Communicator:
         timeout: float | None = None,
     ) -> Any:
         """Like `allreduce`, with the result on rank `dst` only; the others get None."""
-        return self._collectives.reduce(x, dst, op, out, async_op, timeout)
+        return self._reductions.reduce(x, dst, op, out, async_op, timeout)
 
     def allgather(
-        self, x: torch.Tensor, *, out: torch.Tensor | None = None, async_op: bool = False, timeout: float | None = None
+        self, x: torch.Tensor, *, out: Tensors | None = None, async_op: bool = False, timeout: float | None = None
     ) -> Any:
-        """All ranks' `x`, concatenated on dim 0 in rank order."""
-        return self._collectives.allgather(x, out, async_op, timeout)
+        """All ranks' `x`, concatenated on dim 0 in rank order, or in a list `out` of one tensor per rank."""
+        return self._movement.allgather(x, out, async_op, timeout)
 
     def gather(
         self,
         x: torch.Tensor,
         dst: int = 0,
         *,
-        out: torch.Tensor | None = None,
+        out: Tensors | None = None,
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
         """Like `allgather`, with the result on rank `dst` only; the others get None."""
-        return self._collectives.gather(x, dst, out, async_op, timeout)
+        return self._movement.gather(x, dst, out, async_op, timeout)
 
     def broadcast(
         self,
@@ -165,37 +168,40 @@ class Communicator:
         timeout: float | None = None,
     ) -> Any:
         """Rank `src`'s `x`; elsewhere `x` gives shape and dtype (``out=x`` receives into it)."""
-        return self._collectives.broadcast(x, src, out, async_op, timeout)
+        return self._movement.broadcast(x, src, out, async_op, timeout)
 
     def scatter(
         self,
-        x: torch.Tensor | None,
+        x: Tensors | None,
         src: int = 0,
         *,
         out: torch.Tensor | None = None,
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
-        """This rank's part of rank `src`'s `x`, split evenly on dim 0. Other ranks pass None and `out`."""
-        return self._collectives.scatter(x, src, out, async_op, timeout)
+        """This rank's part of rank `src`'s `x`, split evenly on dim 0 or listed. Other ranks pass None and `out`."""
+        return self._movement.scatter(x, src, out, async_op, timeout)
 
     def reduce_scatter(
         self,
-        x: torch.Tensor,
+        x: Tensors,
         op: str = "sum",
         *,
         out: torch.Tensor | None = None,
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
-        """This rank's part (dim 0 split evenly) of the reduction of all ranks' `x`."""
-        return self._collectives.reduce_scatter(x, op, out, async_op, timeout)
+        """This rank's part (dim 0 split evenly, or one of a list) of the reduction of all ranks' `x`."""
+        return self._movement.reduce_scatter(x, op, out, async_op, timeout)
 
     def alltoall(
-        self, x: torch.Tensor, *, out: torch.Tensor | None = None, async_op: bool = False, timeout: float | None = None
+        self, x: Tensors, *, out: Tensors | None = None, async_op: bool = False, timeout: float | None = None
     ) -> Any:
-        """Part r of the result (dim 0 split evenly) is part `rank` of rank r's `x`."""
-        return self._collectives.alltoall(x, out, async_op, timeout)
+        """Part r of the result (dim 0 split evenly) is part `rank` of rank r's `x`.
+
+        `x` and `out` may both be lists of one tensor per rank, of any shapes: what rank r sends fills ``out[r]``.
+        """
+        return self._movement.alltoall(x, out, async_op, timeout)
 
     def alltoallv(
         self,
@@ -208,7 +214,7 @@ class Communicator:
         timeout: float | None = None,
     ) -> Any:
         """`alltoall` with `send_splits[r]` rows for rank r. `recv_splits`, if given, must be what the peers send."""
-        return self._collectives.alltoallv(x, send_splits, recv_splits, out, async_op, timeout)
+        return self._movement.alltoallv(x, send_splits, recv_splits, out, async_op, timeout)
 
     def send(
         self, x: torch.Tensor, dst: int, tag: int = 0, *, async_op: bool = False, timeout: float | None = None

@@ -1,0 +1,65 @@
+"""What all collectives have in common: how a request that was validated runs, and what an argument error does."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from epcomm.collectives.bind import Binder
+from epcomm.collectives.checks import check_timeout
+from epcomm.errors import ConfigError, UnsupportedError
+from epcomm.kernels.protocol.arithmetic import supported_ops
+from epcomm.operation import Operation
+from epcomm.runtime import Runtime
+from epcomm.work import Fifo
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def rejecting(method: Method) -> Method:
+    """An argument error fails the communicator, so that peers that are in the operation learn of it."""
+
+    @functools.wraps(method)
+    def checked(self: Calls, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except (ConfigError, UnsupportedError) as error:
+            raise self.runtime.reject(error) from None
+
+    return checked  # type: ignore[return-value]
+
+
+class Calls:
+    """Runs operations of one communicator: at once, or in their turn behind asynchronous ones."""
+
+    def __init__(self, runtime: Runtime, binder: Binder, fifo: Fifo):
+        self.runtime, self._binder, self._fifo = runtime, binder, fifo
+        self._everyone, self._device = range(runtime.size), runtime.target.device
+
+    def _where(self, name: str) -> str:
+        return f"rank {self.runtime.rank}: {name}"
+
+    def _call(self, operation: Operation, values: tuple[int, ...], keep: Any, result: Any, async_op: bool,
+              timeout: float | None) -> Any:  # fmt: skip
+        """Runs an operation in its turn; `keep` are the tensors behind the addresses."""
+        if timeout is None and not async_op and not self._fifo.pending:
+            self.runtime.run(operation, *values)
+            return result
+
+        check_timeout(f"rank {self.runtime.rank}: {operation.text}", timeout)
+
+        def run(keep: Any = keep) -> Any:
+            if timeout is None:
+                self.runtime.run(operation, *values)
+            else:
+                self.runtime.run_within(timeout, operation, *values)
+            return result
+
+        return self._fifo.call(run, async_op, f"rank {self.runtime.rank}: {operation.text}")
+
+    def _check_op(self, where: str, dtype: torch.dtype, op: str) -> None:
+        if op not in supported_ops(dtype):
+            raise ConfigError(f"{where}: argument `op`: wanted one of {supported_ops(dtype)} for {dtype}, got {op!r}")
