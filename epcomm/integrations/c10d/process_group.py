@@ -12,6 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from epcomm.communicator import Communicator
+from epcomm.initialize import init
+
 Tensor = torch.Tensor
 _CPU = torch.device("cpu")
 
@@ -69,13 +72,11 @@ class ProcessGroup(dist.ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]  # that of (store, rank, size) fails in torch 2.13
         self._store, self._timeout = store, timeout.total_seconds()
         self._name = self._description = ""
-        self._communicators: dict[torch.device, Any] = {}
+        self._communicators: dict[torch.device, Communicator] = {}
         self._communicator(_CPU)
 
-    def _communicator(self, device: torch.device) -> Any:
+    def _communicator(self, device: torch.device) -> Communicator:
         if device not in self._communicators:
-            from epcomm.initialize import init  # not before it is needed: torch imports this module by itself
-
             self._communicators[device] = init(
                 store=self._store, rank=self.rank(), world_size=self.size(), device=device, timeout=self._timeout
             )
