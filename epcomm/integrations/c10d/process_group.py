@@ -202,6 +202,9 @@ class ProcessGroup(dist.ProcessGroup):
         (out,) = tensors
         return Work(self._communicator(out.device).recv(out, src, tag, async_op=True), [out], src)
 
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Work:
+        return self.recv(tensors, -1, tag)  # the communicator rejects that: messages are numbered by pair
+
     # ---- names until torch 2.12
 
     _allgather_base = all_gather_single
