@@ -17,6 +17,7 @@ from epcomm.initialize import init
 
 Tensor = torch.Tensor
 _CPU = torch.device("cpu")
+_NO_GRAPH_TASK = -1  # outside of a backward pass
 
 
 class Work(dist._Work):
@@ -52,14 +53,23 @@ class Work(dist._Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future:
-        """A complete future of the results, after a wait for them, which raises.
+        """A future of the results. In a backward pass the end of the pass waits for it as well, and raises.
 
-        To C++ a future that was failed in Python is one that succeeded, with the exception as its value:
-        DistributedDataParallel takes that for tensors, and crashes.
+        DistributedDataParallel reads futures in C++. There one that Python has failed looks complete, with the
+        exception as its value, which crashes; one whose callback raised is an error, but of no particular kind.
+        What is raised at the end of the pass, before it reads them, is what has happened.
         """
-        future: torch.futures.Future = torch.futures.Future()
-        future.set_result(self.result())
-        return future
+        if self.work is None:
+            future: torch.futures.Future = torch.futures.Future()
+            future.set_result(self._tensors)
+            return future
+        if torch._C._current_graph_task_id() != _NO_GRAPH_TASK:
+            torch.autograd.Variable._execution_engine.queue_callback(self.wait)
+        return self.work.get_future().then(self._results_of)
+
+    def _results_of(self, future: torch.futures.Future) -> list[Tensor]:
+        future.value()  # raises if the operation did
+        return self._tensors
 
 
 class ProcessGroup(dist.ProcessGroup):
