@@ -2,6 +2,7 @@
 # make test    set everything up in .venv, then run the tests; make test-all adds the slow ones
 # make test-gpu-link           install NVSHMEM's and NCCL's wheels, then compile kernels with both, to machine code
 # make test-gpu-link-reduced   the same for fewer kernels, for CI
+# make test-integrations       what other frameworks' own tests and models do on epcomm, see docs/integrations.md
 # make bench   the standard measurements, beside gloo and MPI
 # make lint    ruff and mypy
 # make clean   remove caches and build output; make distclean removes .venv too
@@ -22,11 +23,16 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) 
 VENV_READY := $(VENV)/.ready
 TEST_READY := $(VENV)/.ready-test
 LINK_READY := $(VENV)/.ready-link
+INTEGRATIONS_READY := $(VENV)/.ready-integrations
 BENCH_READY := $(VENV)/.ready-bench
 BENCH_MISSING := $(VENV)/.bench-missing
 
+# Frameworks to try epcomm with, beside torch. To add one: its name here, an extra of that name in pyproject.toml, and
+# tests/integrations/try_NAME.py, which runs in a venv of its own and exits with 0 if all is well.
+FRAMEWORKS :=
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu-link test-gpu-link-reduced bench bench-note lint clean distclean
+.PHONY: help demo test test-all test-gpu-link test-gpu-link-reduced test-integrations integration-c10d bench bench-note lint clean distclean
 .NOTPARALLEL:
 
 help:
@@ -47,12 +53,21 @@ test-gpu-link: $(LINK_READY)
 test-gpu-link-reduced: $(LINK_READY)
 	$(BIN)/python -m pytest tests/test_gpu_link.py --require-networks $(PYTEST_ARGS)
 
+test-integrations: integration-c10d $(FRAMEWORKS:%=integration-%)
+
+integration-c10d: $(INTEGRATIONS_READY)
+	$(BIN)/python tests/integrations/try_c10d.py
+
+integration-%: .venvs/%/.ready
+	.venvs/$*/bin/python tests/integrations/try_$*.py
+
 bench: $(BENCH_READY) bench-note
 	$(BIN)/python benchmarks/decode_latency.py
 	$(BIN)/python benchmarks/prefill_throughput.py
 	$(BIN)/python benchmarks/quantized_dispatch.py
 	$(BIN)/python benchmarks/moe_layer.py
 	$(BIN)/python benchmarks/allreduce.py
+	$(BIN)/python benchmarks/ddp.py
 
 lint: $(TEST_READY)
 	$(BIN)/ruff check .
@@ -68,6 +83,16 @@ $(TEST_READY): $(VENV_READY) pyproject.toml constraints.txt
 
 $(LINK_READY): $(TEST_READY)
 	$(INSTALL) -e '.[test,dev,link]'
+	@touch $@
+
+$(INTEGRATIONS_READY): $(TEST_READY)
+	$(INSTALL) -e '.[test,dev,integrations]'
+	@touch $@
+
+.PRECIOUS: .venvs/%/.ready
+.venvs/%/.ready: tools/make_venv.sh pyproject.toml constraints.txt
+	@sh tools/make_venv.sh '$(PYTHON)' .venvs/$*
+	.venvs/$*/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[$*]'
 	@touch $@
 
 # MPI and matplotlib are only there to compare and to plot: without them the demo and the benchmarks skip those parts.
@@ -89,4 +114,4 @@ clean:
 	done
 
 distclean: clean
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venvs

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,6 +27,18 @@ from epcomm.collectives.parts import Parts, Tensors, check_out_parts, check_part
 from epcomm.device.cpu.memory import STREAMING_BYTES
 from epcomm.errors import ConfigError
 from epcomm.operation import Operation
+
+
+class _Uneven(NamedTuple):
+    """An exchange of parts of any sizes, which are counted in units of so many bytes."""
+
+    text: str
+    unit_bytes: int
+    source: Parts
+    sends: list[int]
+    receives: list[int] | None  # None: whatever the peers send
+    argument: str  # the one that tells `receives`
+    result_of: Callable[[list[int]], Tensors]  # where so many units from each peer go
 
 
 class Movement(Calls):
@@ -189,9 +201,8 @@ class Movement(Calls):
             for other in sent:
                 check_overlap(where, other, part)
         counts = [part.numel() for part in sent], [part.numel() for part in out]
-        text = f"alltoall(parts={sent[0].dtype})"
-        return self._uneven(text, "out", parts_of(sent), *counts, sent[0].element_size(), lambda _: out, async_op,
-                            timeout)  # fmt: skip
+        text, unit = f"alltoall(parts={sent[0].dtype})", sent[0].element_size()
+        return self._call_uneven(_Uneven(text, unit, parts_of(sent), *counts, "out", lambda _: out), async_op, timeout)
 
     @rejecting
     def alltoallv(self, x: torch.Tensor, send_splits: Sequence[int], recv_splits: Sequence[int] | None,
@@ -210,32 +221,28 @@ class Movement(Calls):
             return check_out(where, out, (sum(receives), *row), x)
 
         text, row_bytes = f"alltoallv(row={x.dtype} {tuple(row)})", x.element_size() * row.numel()
-        return self._uneven(text, "recv_splits", parts_of(x.contiguous()), sends, receives, row_bytes, result_of,
-                            async_op, timeout)  # fmt: skip
+        request = _Uneven(text, row_bytes, parts_of(x.contiguous()), sends, receives, "recv_splits", result_of)
+        return self._call_uneven(request, async_op, timeout)
 
-    def _uneven(self, text: str, argument: str, source: Parts, sends: list[int], receives: list[int] | None,
-                unit_bytes: int, result_of: Callable[[list[int]], Tensors], async_op: bool,
-                timeout: float | None) -> Any:  # fmt: skip
-        """Exchanges parts of any sizes, which the ranks tell each other first, in the operation's turn."""
-        check_timeout(self._where(text), timeout)
-        counts = torch.tensor([sends], device=self._device)
+    def _call_uneven(self, request: _Uneven, async_op: bool, timeout: float | None) -> Any:
+        """An exchange in whose turn the ranks first tell each other how much they send."""
+        check_timeout(self._where(request.text), timeout)
+        run = functools.partial(self._exchange_uneven, request, timeout)
+        return self._fifo.call(run, async_op, self._where(request.text))
 
-        @rejecting
-        def run(self: Movement) -> Any:
-            size, rank = self.runtime.size, self.runtime.rank
-            matrix = self.allgather(counts, None, False, timeout)
-            found = matrix[:, rank].tolist()
-            if receives is not None and receives != found:
-                wanted = f"wanted {found}, which is what the peers send, got {receives}"
-                raise ConfigError(f"{self._where(text)}: argument `{argument}`: {wanted}")
-            into = parts_of(result_of(found))
-            table = []
-            for parts, numbers in ((source, sends), (into, found)):
-                num_bytes = [number * unit_bytes for number in numbers]
-                table += [parts.offsets_of(num_bytes), num_bytes]
-            assert len(table[0]) == size
-            # bound anew for each call: splits hardly ever come again, and would push out what does
-            operation = self._binder.exchange(text, table, int(matrix.max()) * unit_bytes)
-            return self._run_move(operation, source, into, False, timeout)
-
-        return self._fifo.call(functools.partial(run, self), async_op, self._where(text))
+    @rejecting
+    def _exchange_uneven(self, request: _Uneven, timeout: float | None) -> Any:
+        rank, unit = self.runtime.rank, request.unit_bytes
+        matrix = self.allgather(torch.tensor([request.sends], device=self._device), None, False, timeout)
+        receives = matrix[:, rank].tolist()
+        if request.receives not in (None, receives):
+            got = f"wanted {receives}, which is what the peers send, got {request.receives}"
+            raise ConfigError(f"{self._where(request.text)}: argument `{request.argument}`: {got}")
+        into = parts_of(request.result_of(receives))
+        table = []
+        for parts, counts in ((request.source, request.sends), (into, receives)):
+            num_bytes = [count * unit for count in counts]
+            table += [parts.offsets_of(num_bytes), num_bytes]
+        # bound anew for each call: splits hardly ever come again, and would push out what does
+        operation = self._binder.exchange(request.text, table, int(matrix.max()) * unit)
+        return self._run_move(operation, request.source, into, False, timeout)

@@ -64,7 +64,7 @@ class Work(dist._Work):
             future.set_result(self._tensors)
             return future
         if torch._C._current_graph_task_id() != _NO_GRAPH_TASK:
-            torch.autograd.Variable._execution_engine.queue_callback(self.wait)
+            torch.autograd.Variable._execution_engine.queue_callback(self.synchronize)
         return self.work.get_future().then(self._results_of)
 
     def _results_of(self, future: torch.futures.Future) -> list[Tensor]:
