@@ -23,7 +23,7 @@ _HOMES = {
     "errors": "errors",
 }
 _ON_DEFAULT_COMMUNICATOR = (
-    "allreduce allgather gather reduce_scatter scatter alltoall alltoallv broadcast reduce barrier send recv "
+    "allreduce allgather gather reduce_scatter scatter alltoall alltoallv broadcast reduce barrier send recv recv_any "
     "bind_allreduce expert_parallel"
 ).split()
 

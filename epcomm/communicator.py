@@ -228,6 +228,10 @@ class Communicator:
         """Receives from rank `src` into `out` and returns it."""
         return self._point_to_point.transfer("recv", out, src, tag, async_op, timeout)
 
+    def recv_any(self, out: torch.Tensor, tag: int = 0, *, async_op: bool = False, timeout: float | None = None) -> Any:
+        """`recv` of the first such message that comes, of whichever rank: returns `out` and that rank. On CPUs only."""
+        return self._point_to_point.receive_any(out, tag, async_op, timeout)
+
     # ---- expert parallelism
 
     def expert_parallel(

@@ -192,6 +192,25 @@ def messages() -> None:
         assert same_bits(out, wanted)
 
 
+def messages_of_any_rank() -> None:
+    """Every rank sends to rank 0, which takes them as they come: those of one rank in order."""
+    rank, size = place()
+    for call in range(3):
+        dist.barrier()
+        found: dict[int, list[float]] = {source: [] for source in range(1, size)}
+        for number in range(3 if rank else 3 * (size - 1)):
+            x = torch.full((5,), 10.0 * rank + number)
+            if rank:
+                dist.send(x, 0, tag=call)
+            elif number % 2:
+                found[dist.recv(x, tag=call)].append(x[-1].item())
+            else:
+                work = dist.irecv(x, tag=call)
+                assert work is not None and work.wait()
+                found[work._source_rank()].append(x[-1].item())
+        assert rank or found == {source: [10.0 * source + number for number in range(3)] for source in found}
+
+
 def coalesced() -> None:
     rank, size = place()
     shapes = [(3,), (0,), (2, 5), (40_000,)]
@@ -468,6 +487,7 @@ CASES = {
         all_to_all,
         objects,
         messages,
+        messages_of_any_rank,
         coalesced,
         order_of_calls,
         works,

@@ -162,13 +162,6 @@ WRONG: dict[str, Any] = {
         ConfigError,
         ["`op`", "'bxor'", "float32"],
     ),
-    "any source": (
-        _good,
-        lambda: dist.recv(torch.ones(4)),
-        PeerFailedError,
-        ConfigError,
-        ["`src`", "got -1"],
-    ),
     "operations": (
         _good,
         lambda: dist.broadcast(torch.ones(4), 0),

@@ -11,6 +11,8 @@ from collective_cases import payload, same_bits
 from collective_checks import check_messages
 
 import epcomm
+from epcomm.errors import PeerFailedError
+from epcomm.errors import TimeoutError as EpcommTimeoutError
 from epcomm.testing.ranks import run_ranks
 
 
@@ -40,6 +42,45 @@ def both_ways() -> None:
 
 def test_messages_in_both_directions() -> None:
     run_ranks(both_ways, 2)
+
+
+def of_any_rank() -> None:
+    """Rank 0 takes what comes, large and empty messages, while others that it names are on their way."""
+    with epcomm.init(timeout=30.0) as comm:
+        for call, shape in enumerate([(3,), (0,), (70_000,)] * 2):
+            if comm.rank:
+                comm.send(payload(comm.rank, shape, torch.float32, call), 0, tag=call)
+                comm.send(payload(comm.rank, (7,), torch.int64, call), 0)
+            else:
+                sources = []
+                for _ in range(1, comm.size):
+                    out = torch.empty(shape)
+                    found = comm.recv_any(out, call, async_op=bool(call % 2))
+                    result, source = found.result() if call % 2 else found
+                    assert result is out and same_bits(out, payload(source, shape, torch.float32, call))
+                    named = torch.empty(7, dtype=torch.int64)
+                    assert same_bits(comm.recv(named, source), payload(source, (7,), torch.int64, call))
+                    sources.append(source)
+                assert sorted(sources) == list(range(1, comm.size))
+
+
+@pytest.mark.parametrize("world, ranks", [(2, "processes"), (4, "threads")])
+def test_messages_of_any_rank(world: int, ranks: str) -> None:
+    run_ranks(of_any_rank, world, ranks=ranks)
+
+
+def of_nobody() -> BaseException:
+    comm = epcomm.init(timeout=30.0)
+    with pytest.raises((EpcommTimeoutError, PeerFailedError)) as caught:
+        comm.recv_any(torch.empty(3), timeout=0.2 if comm.rank == 0 else None)
+    return caught.value
+
+
+def test_no_message_of_any_rank() -> None:
+    """The deadline of one rank ends the wait of the other."""
+    first, second = run_ranks(of_nobody, 2)
+    assert type(first) is EpcommTimeoutError and "recv_any" in str(first) and "0.2 s" in str(first)
+    assert type(second) is PeerFailedError and "TimeoutError" in str(second)
 
 
 def test_messages_and_collectives_of_several_threads() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,13 +12,15 @@ import torch
 
 from epcomm.collectives.checks import check_out, check_rank, check_tensor, check_timeout
 from epcomm.device import control
-from epcomm.errors import ConfigError, UnsupportedError
+from epcomm.errors import ConfigError, TimeoutError, UnsupportedError
 from epcomm.heap.private import PrivateMemory
 from epcomm.kernels.protocol import collectives as protocol
 from epcomm.kernels.protocol.collectives import CollectiveRegions
 from epcomm.operation import Context, Operation, ParameterBlock
 from epcomm.runtime import Runtime
 from epcomm.work import Fifo
+
+_POLL_SECONDS = 1e-4  # between looks at what has come from any rank
 
 
 @dataclass
@@ -41,6 +44,7 @@ class PointToPoint:
     def __init__(self, runtime: Runtime, regions: CollectiveRegions):
         self._runtime, self._regions = runtime, regions
         self._channels: dict[tuple[str, int], _Channel] = {}
+        self._any = Fifo("epcomm-recv-any")
         runtime.on_reset(self)
 
     def start_generation(self, generation: int) -> None:
@@ -82,9 +86,7 @@ class PointToPoint:
         except (ConfigError, UnsupportedError) as error:
             raise self._runtime.reject(error) from None
         data = data.contiguous()
-        num_bytes = data.numel() * data.element_size()
-        message = f"a message of {num_bytes} bytes, {data.dtype}, tag={tag}"
-        fingerprint = self._runtime.texts.fingerprint(message, is_message=True)
+        message, fingerprint = self._message(data, tag)
         channel = self._channel(kind, peer)
 
         def run() -> Any:
@@ -93,7 +95,7 @@ class PointToPoint:
             try:
                 channel.operation.args.words[protocol.MESSAGE] = fingerprint
                 channel.operation.text = f"{kind} {'to' if kind == 'send' else 'from'} rank {peer} of {message}"
-                values = (data.data_ptr(), data.data_ptr(), num_bytes)
+                values = (data.data_ptr(), data.data_ptr(), data.nbytes)
                 channel.context.set_timeout(self._runtime.timeout if timeout is None else timeout)
                 self._runtime.run_beside(channel.context, channel.operation, *values)
             finally:
@@ -102,13 +104,64 @@ class PointToPoint:
 
         return channel.fifo.call(run, async_op, f"{where} of {message}")
 
+    def _message(self, data: torch.Tensor, tag: int) -> tuple[str, int]:
+        """What sender and receiver must agree on: its text and fingerprint."""
+        text = f"a message of {data.nbytes} bytes, {data.dtype}, tag={tag}"
+        return text, self._runtime.texts.fingerprint(text, is_message=True)
+
+    def receive_any(self, out: torch.Tensor, tag: int, async_op: bool, timeout: float | None) -> Any:
+        """Receives the first such message that comes, of whichever rank; the result is `out` and that rank."""
+        where = f"rank {self._runtime.rank}: recv_any"
+        try:
+            if not self._runtime.target.shares_control:
+                raise UnsupportedError(f"{where}: what has come is only seen in memory of CPUs; name the rank")
+            check_out(where, check_tensor(where, "out", out, self._runtime.target.device), out.shape, out)
+            check_timeout(where, timeout)
+        except (ConfigError, UnsupportedError) as error:
+            raise self._runtime.reject(error) from None
+
+        message, fingerprint = self._message(out, tag)
+
+        def run() -> tuple[torch.Tensor, int]:
+            seconds = self._runtime.timeout if timeout is None else timeout
+            source = self._first_to_come(f"{where} of {message}", fingerprint, seconds)
+            return self.transfer("recv", out, source, tag, False, timeout), source
+
+        return self._any.call(run, async_op, where)
+
+    def _first_to_come(self, where: str, fingerprint: int, seconds: float) -> int:
+        """A rank whose next message is the one that is wanted, and has come."""
+        deadline = time.monotonic() + seconds
+        while True:
+            for peer in range(self._runtime.size):
+                if peer != self._runtime.rank and self._has_come(peer, fingerprint):
+                    return peer
+            self._runtime.check()
+            if time.monotonic() > deadline:
+                raise self._runtime.fail(TimeoutError(f"{where}: waited {seconds:g} s for a message of any rank"))
+            time.sleep(_POLL_SECONDS)
+
+    def _has_come(self, peer: int, fingerprint: int) -> bool:
+        channel, own = self._channel("recv", peer), self._runtime.control.own
+        count = int(channel.count.array.view(np.int64)[0])
+        slot = self._regions.inbox + peer * protocol.INBOX_BYTES
+        slot += count % protocol.INBOX_NUM_SLOTS * protocol.INBOX_SLOT_BYTES
+        sent = self._regions.message_sent + peer * control.LINE
+        if (
+            channel.fifo.pending or own.array(sent, 8).view(np.int64)[0] <= count
+        ):  # another receive waits, or nothing came
+            return False
+        return bool(own.array(slot, 8).view(np.int64)[0] == fingerprint)
+
     def drain(self) -> None:
         """Returns once everything submitted so far has run, and no thread is inside of a transfer."""
+        self._any.drain()
         for channel in list(self._channels.values()):
             channel.fifo.drain()
             with channel.lock:
                 continue
 
     def stop(self) -> None:
+        self._any.stop()
         for channel in self._channels.values():
             channel.fifo.stop()

@@ -35,7 +35,6 @@ STANDS_FOR = ("gloo", "mpi")
 #: Why tests fail that do, by parts of their names.
 KNOWN = {
     "monitored_barrier": "torch.distributed.monitored_barrier asks for gloo by name",
-    "any_source": "a message is received from a rank that the receiver names: messages are numbered by pair of ranks",
     "sparse": "tensors are dense",
     "barrier_timeout": "it looks for gloo's words in the error, which is a TimeoutError",
 }

@@ -23,7 +23,7 @@ _NO_GRAPH_TASK = -1  # outside of a backward pass
 class Work(dist._Work):
     """An operation of a group: `work` of a communicator, None once it is complete; `tensors` are its results."""
 
-    def __init__(self, work: Any, tensors: list[Tensor], source: int = -1):
+    def __init__(self, work: Any, tensors: list[Tensor], source: int | None = None):
         super().__init__()
         self.work, self._tensors, self._source = work, tensors, source
 
@@ -48,7 +48,8 @@ class Work(dist._Work):
         return self._tensors
 
     def source_rank(self) -> int:
-        return self._source
+        """The rank that a message came from."""
+        return self.work.result()[1] if self._source is None else self._source
 
     _source_rank = source_rank
 
@@ -213,7 +214,8 @@ class ProcessGroup(dist.ProcessGroup):
         return Work(self._communicator(out.device).recv(out, src, tag, async_op=True), [out], src)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Work:
-        return self.recv(tensors, -1, tag)  # the communicator rejects that: messages are numbered by pair
+        (out,) = tensors
+        return Work(self._communicator(out.device).recv_any(out, tag, async_op=True), [out])
 
     # ---- names until torch 2.12
 
