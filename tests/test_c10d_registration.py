@@ -88,6 +88,21 @@ def test_communicator_of_a_group() -> None:
     assert run_ranks(use_both, 2) == [1.0, 1.0]
 
 
+def beside_gloo() -> list[float]:
+    """A group of epcomm where the default one is gloo's."""
+    dist.init_process_group("gloo", init_method="epcomm://")
+    group, x = dist.new_group([0, 2], backend="epcomm"), torch.full((3,), float(dist.get_rank()))
+    if dist.get_rank() != 1:
+        dist.all_reduce(x, group=group)
+        dist.destroy_process_group(group)
+    dist.destroy_process_group()
+    return x.tolist()
+
+
+def test_group_beside_one_of_gloo() -> None:
+    assert run_ranks(beside_gloo, 3) == [[2.0] * 3, [1.0] * 3, [2.0] * 3]
+
+
 _SCRIPT = """
 import torch, torch.distributed as dist, epcomm.integrations.c10d
 dist.init_process_group("epcomm")
