@@ -27,13 +27,15 @@ from network_kernels import KERNELS, compiled
 from epcomm.aot import compile_named
 from epcomm.device import control
 from epcomm.device.gpu import bitcode, nvshmem_slice, ptx
+from epcomm.device.gpu.aot import CompiledArm
 from epcomm.device.gpu.bitcode import NETWORKS, libraries
+from epcomm.device.gpu.compile import Kernel
 from epcomm.errors import ConfigError, UnsupportedError
 from epcomm.heap import network as heap_network
 from epcomm.heap.nccl import NcclNetwork, prefixed, require_gin, requirements
 from epcomm.heap.network import NetworkSegment, agreed, connect, require_processes, window_words
 from epcomm.heap.nvshmem import NvshmemNetwork, require_nvshmem
-from epcomm.kernels.gpu.arms import link_arms
+from epcomm.kernels.gpu.arms import arms, link_arms
 
 ARCHITECTURES = ("sm_90", "sm_100")
 #: what each kernel calls
@@ -46,8 +48,6 @@ CALLS = {
 GIN_CALLS = {"put": "put", "raise": "add", "quiet": "flush"}
 #: bytes of stack that the libraries' functions take
 MOST_STACK = 256
-#: what the driver has: assertions of the libraries print
-OF_DRIVER = {"__assertfail", "vprintf"}
 
 WHEELS = {"nvshmem": "nvshmem", "gin": "nccl"}
 BINDINGS = {"nvshmem": "nvshmem.core", "gin": "nccl.core"}
@@ -102,44 +102,92 @@ CASES = [
 def test_kernel(case: tuple[str, str, str], linking: dict[tuple[str, ...], Future], request: Any) -> None:
     name, network, arch = case
     need(request, network)
-    arm, states, missing = linking[case].result()
+    arm, states = linking[case].result()
     if network == "nvshmem":
-        assert arm.calls == tuple(sorted(f"epcomm_nvshmem_{call}" for call in CALLS[name]))
         assert "nvshmemi_device_state_d" in states  # `cumodule_init` looks for it
     else:
-        assert arm.calls == tuple(sorted(f"epcomm_gin_{GIN_CALLS[call]}" for call in CALLS[name]))
         assert states == set()
-    assert missing <= OF_DRIVER
+    check_linked(arm, KERNELS[name].made_for(NETWORK=network), CALLS[name])
+
+
+def check_linked(arm: CompiledArm, kernel: Kernel, calls: set[str]) -> None:
+    """The code calls these of its network's functions and has all that they need; and it is as good as any other."""
+    names = GIN_CALLS if kernel.network == "gin" else {}
+    assert arm.calls == tuple(sorted(f"epcomm_{kernel.network}_{names.get(call, call)}" for call in calls))
+    assert (arm.undefined, arm.unreleased_puts) == ((), 0)
     assert (arm.spill_stores, arm.spill_loads) == (0, 0)
     assert arm.stack_bytes <= MOST_STACK
-    assert arm.registers <= KERNELS[name].made_for(NETWORK=network).options_for(arch)["maxnreg"]
+    assert arm.registers <= kernel.options_for(arm.arch)["maxnreg"]
     assert arm.defects() == []
     assert arm.cubin_bytes > 0
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_no_network_leaves_nothing(name: str) -> None:
-    arm, states, missing = compiled(name, "none", "sm_90")
-    assert (arm.calls, states, missing, arm.stack_bytes) == ((), set(), set(), 0)
+    arm, states = compiled(name, "none", "sm_90")
+    assert (arm.calls, arm.undefined, states, arm.stack_bytes) == ((), (), set(), 0)
     assert "extern_libs" not in KERNELS[name].made_for(NETWORK="none").options_for("sm_90")
 
 
+#: what each kernel with a network calls
+LINKED_CALLS = {
+    "barrier": {"raise"},
+    "exchange_counts": {"put", "raise", "quiet"},
+    "dispatch": {"put", "raise", "quiet"},
+    "combine": {"put", "raise", "quiet"},
+    "combine_receive": {"raise"},
+}
 LINK_ARMS = [
-    pytest.param(name, arch, marks=() if arch == "sm_90" and name in link_arms() else pytest.mark.slow)
+    pytest.param((name, arch), marks=() if arch == "sm_90" and name in link_arms() else pytest.mark.slow)
     for arch in ARCHITECTURES
     for name, kernel in link_arms(everything=True).items()
     if kernel.runs_on(arch)
 ]
 
 
+@pytest.fixture(scope="module")
+def linking_arms(compilers: ProcessPoolExecutor, request: pytest.FixtureRequest) -> dict[tuple[str, ...], Future]:
+    """Each arm that a test of this run asks for, in the tests' order, where its network's wheel is."""
+    jobs = [item.callspec.params["job"] for item in request.session.items if "linking_arms" in item.fixturenames]
+    return {job: compilers.submit(compile_named, *job) for job in dict.fromkeys(jobs)}
+
+
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name, arch", LINK_ARMS)
-def test_arm(name: str, arch: str, compilers: ProcessPoolExecutor, request: Any) -> None:
-    kernel = link_arms(everything=True)[name]
+@pytest.mark.parametrize("job", LINK_ARMS, ids="-".join)
+def test_arm(job: tuple[str, str], linking_arms: dict[tuple[str, ...], Future], request: Any) -> None:
+    kernel = link_arms(everything=True)[job[0]]
     need(request, kernel.network)
-    arm = compilers.submit(compile_named, name, arch).result()
-    assert arm.calls and arm.defects() == []
-    assert arm.stack_bytes <= MOST_STACK and arm.registers <= kernel.options_for(arch)["maxnreg"]
+    check_linked(linking_arms[job].result(), kernel, LINKED_CALLS[kernel.name])
+
+
+def test_every_kernel_with_a_network_has_an_arm() -> None:
+    """Few or all, of both libraries; and every constant NETWORK that a kernel declares is in one."""
+    declared = {kernel.name for kernel in arms().values() if "NETWORK" in kernel.function.arg_names}
+    for network in NETWORKS:
+        for everything in (False, True):
+            found = link_arms(everything).values()
+            assert {kernel.name for kernel in found if kernel.network == network} == declared == set(LINKED_CALLS)
+    assert set(link_arms()) <= set(link_arms(everything=True))
+
+
+def test_put_without_a_fence_is_found() -> None:
+    fence, store, label = "\tfence.acq_rel.sys; mov.u32 %r1, 0;", "\tst.global.b32 [%rd1], %r1;", "$L__BB0_3:"
+    call = "\tcall.uni (retval0), epcomm_gin_put, (param0);"
+    narrow = fence.replace("sys", "gpu")
+
+    def count(*lines: str) -> int:
+        return ptx.unreleased_puts("\n".join(lines))
+
+    assert count(fence, "$L__tmp3:", "\tst.param.b64 [param0], %rd1;", call) == 0
+    assert count(store, fence, call) == 0
+    assert [count(call), count(narrow, call), count(fence, store, call), count(fence, label, call)] == [1, 1, 1, 1]
+    assert count(fence, call, store, call) == 1
+    assert count(fence, store, call.replace("put", "flush")) == 0
+
+
+def test_function_that_no_library_has_is_found() -> None:
+    text = ".extern .func  (.param .b32 func_retval0) vprintf\n(\n.extern .func nvshmem_gone\n(\n.func there\n("
+    assert ptx.undefined(text) == ("nvshmem_gone",)
 
 
 def test_interpreted_kernels_do_without_a_network() -> None:
@@ -216,8 +264,9 @@ def test_networks_without_a_library_are_not_linked() -> None:
 def test_registers_that_a_launch_can_have(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("epcomm.device.gpu.compile.libraries", lambda network, arch: {})
     step = KERNELS["step"].made_for(NETWORK="nvshmem")
-    for num_warps, registers in ((4, 168), (8, 168), (16, 128)):
+    for num_warps, registers in ((1, 255), (4, 255), (8, 255), (16, 128)):
         assert replace(step, num_warps=num_warps).options_for("sm_90")["maxnreg"] == registers
+    assert step.made_for(NETWORK="remote").options_for("sm_90")["maxnreg"] == step.max_registers
 
 
 def test_windows() -> None:
