@@ -34,10 +34,14 @@ class Communicator:
     """
 
     def __init__(self, hub: Hub, target: Target, num_programs: int, timeout: float):
-        self.rank, self.size, self.nodes = hub.rank, hub.size, list(hub.nodes)
+        def exchange(payload: bytes) -> list[bytes]:
+            return [message for message, _ in hub.allgather(payload, timeout=timeout, check=lambda: None)]
+
+        network = target.connect(hub.rank, hub.nodes, exchange)
+        self.rank, self.size, self.nodes = hub.rank, hub.size, list(hub.nodes if network is None else network.nodes)
         self.device, self.transport = target.device, target.transport
-        regions = collective_regions(self.size, num_programs, target.copy_engine_bytes, max(hub.nodes) + 1)
-        self._runtime = Runtime(target, hub, regions.size, num_programs, timeout)
+        regions = collective_regions(self.size, num_programs, target.copy_engine_bytes, max(self.nodes) + 1)
+        self._runtime = Runtime(target, hub, network, regions, num_programs, timeout)
         self._fifo = Fifo("epcomm-async", is_stream_ordered=self.device.type == "cuda")
         self._binder = Binder(self._runtime, regions, num_programs)
         self._collectives = Collectives(self._runtime, self._binder, self._fifo)
@@ -65,9 +69,14 @@ class Communicator:
         self._fifo.drain()
         self._point_to_point.drain()
         self._runtime.reset(timeout)
+        if max(self.nodes) > 0:  # words of a network come after what was put before the failure
+            self._runtime.run(self._binder.barrier("reset()"))
 
     def close(self) -> None:
-        """Collective unless the communicator has failed: waits for all ranks, then frees everything. Idempotent."""
+        """Collective unless the communicator has failed: waits for all ranks, then frees everything. Idempotent.
+
+        Results on symmetric memory stay, except with the transports "nvshmem" and "gin": their memory ends here.
+        """
         self._close(lambda: self._runtime.run(self._binder.barrier("close()")))
 
     def _close(self, barrier: Callable[[], Any] | None) -> None:

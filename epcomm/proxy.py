@@ -42,7 +42,7 @@ class NoProxy:
     def settle(self, generation: int, timeout: float) -> None:
         """See `Proxy`."""
 
-    def close(self) -> None:
+    def close(self, is_together: bool = False) -> None:
         """See `Proxy`."""
 
 
@@ -88,8 +88,11 @@ class Proxy:
                 raise TimeoutError(f"what goes to or comes from rank(s) {sorted(late)} did not all arrive in time")
             time.sleep(0.001)
 
-    def close(self) -> None:
-        """Sends what is written down, then closes the links. Idempotent."""
+    def close(self, is_together: bool = False) -> None:
+        """Sends what is written down, then closes the links. Idempotent.
+
+        `is_together`: all ranks are here, so that what they gave each other can be given back.
+        """
         self._close()
 
 

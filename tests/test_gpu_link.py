@@ -5,10 +5,7 @@ What needs the wheels (epcomm[link]) is skipped without them; `make test-gpu-lin
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
 import os
-import pickle
 import re
 import subprocess
 import sys
@@ -20,21 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import triton
 from network_kernels import KERNELS, compiled
+from network_wheels import WHEELS, need
 
 from epcomm.aot import compile_named
-from epcomm.device import control
 from epcomm.device.gpu import bitcode, nvshmem_slice, ptx
 from epcomm.device.gpu.aot import CompiledArm
 from epcomm.device.gpu.bitcode import NETWORKS, libraries
 from epcomm.device.gpu.compile import Kernel
-from epcomm.errors import ConfigError, UnsupportedError
-from epcomm.heap import network as heap_network
-from epcomm.heap.nccl import NcclNetwork, prefixed, require_gin, requirements
-from epcomm.heap.network import NetworkSegment, agreed, connect, require_processes, window_words
-from epcomm.heap.nvshmem import NvshmemNetwork, require_nvshmem
+from epcomm.errors import UnsupportedError
 from epcomm.kernels.gpu.arms import arms, link_arms
 
 ARCHITECTURES = ("sm_90", "sm_100")
@@ -48,30 +40,6 @@ CALLS = {
 GIN_CALLS = {"put": "put", "raise": "add", "quiet": "flush"}
 #: bytes of stack that the libraries' functions take
 MOST_STACK = 256
-
-WHEELS = {"nvshmem": "nvshmem", "gin": "nccl"}
-BINDINGS = {"nvshmem": "nvshmem.core", "gin": "nccl.core"}
-
-
-def need(request: pytest.FixtureRequest, network: str, with_bindings: bool = False) -> None:
-    """Skips what needs a network's wheels where they aren't installed, or fails if they are required."""
-    missing = ""
-    try:
-        bitcode.installed(WHEELS[network])
-    except UnsupportedError as error:
-        missing = str(error)
-    package = BINDINGS[network].split(".")[0]
-    if with_bindings and not missing and importlib.util.find_spec(package) is None:
-        missing = f"{package} isn't installed"
-    if missing and request.config.getoption("--require-networks"):
-        pytest.fail(f"{missing}; epcomm[link] is required")
-    if missing:
-        pytest.skip(f"{missing}; make test-gpu-link installs it")
-
-
-def one_rank(payload: bytes) -> list[bytes]:
-    """An exchange among one rank."""
-    return [payload]
 
 
 # ---- to machine code
@@ -269,12 +237,6 @@ def test_registers_that_a_launch_can_have(monkeypatch: pytest.MonkeyPatch) -> No
     assert step.made_for(NETWORK="remote").options_for("sm_90")["maxnreg"] == step.max_registers
 
 
-def test_windows() -> None:
-    segment = NetworkSegment(None, bases=torch.tensor([0, 4096, 0]).numpy(), handle=77)  # type: ignore[arg-type]
-    assert window_words(segment, raised=88, num_lines=9) == [0, 4096, 0, 77, 88, 9]
-    assert len(window_words(segment)) == 3 + control.WINDOW_WORDS
-
-
 def test_own_code_leaves_out_libraries() -> None:
     text = """.func of_a_library(.param .b64 a)
         .visible .entry kernel(
@@ -415,117 +377,3 @@ def test_slice_of_a_library_without_the_functions(empty_cache: Path, tmp_path: P
     library.write_text('target triple = "nvptx64-nvidia-cuda"\ndefine void @nvshmem_quiet() {\n  ret void\n}\n')
     with pytest.raises(UnsupportedError, match="has no nvshmem_fence, nvshmemx_putmem_nbi_block, nvshmemx_signal_op"):
         nvshmem_slice.nvshmem_slice(library, "3.0", "sm_90")
-
-
-# ---- the host's side, as far as it goes without a GPU
-
-
-def test_versions_that_hosts_check(request: Any) -> None:
-    need(request, "gin", with_bindings=True)
-    require_gin()
-    need(request, "nvshmem", with_bindings=True)
-    require_nvshmem("sm_90")
-
-
-@pytest.mark.parametrize("network, module", [("nvshmem", "nvshmem.core"), ("gin", "nccl.core")])
-def test_bindings_are_missing(network: str, module: str, request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    need(request, network)
-    monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.setitem(sys.modules, module.split(".")[0], None)
-    with pytest.raises(UnsupportedError, match="pip install n(vshmem4py-cu12|ccl4py)"):
-        require_gin() if network == "gin" else require_nvshmem("sm_90")
-
-
-@pytest.mark.parametrize("network", [NvshmemNetwork, NcclNetwork])
-def test_network_needs_a_gpu(network: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UnsupportedError, match="can't be used: rank 0: N.* needs a GPU: torch .* finds no CUDA GPU"):
-        network(0, torch.device("cuda", 0), one_rank)
-
-
-def test_calls_of_nvshmem4py(request: Any) -> None:
-    need(request, "nvshmem", with_bindings=True)
-    import nvshmem.bindings
-    import nvshmem.core
-
-    inspect.signature(nvshmem.core.init).bind(device=0, uid=0, rank=0, nranks=1, initializer_method="uid")
-    inspect.signature(nvshmem.core.get_unique_id).bind(empty=True)
-    inspect.signature(nvshmem.core.finalize).bind()
-    assert nvshmem.bindings.uniqueid().ptr and nvshmem.bindings.uniqueid_dtype.itemsize == 128
-    for call, arguments in (("malloc", 1), ("free", 1), ("ptr", 2), ("cumodule_init", 1), ("cumodule_finalize", 1)):
-        inspect.signature(getattr(nvshmem.bindings, call)).bind(*range(arguments))
-
-
-def test_calls_of_nccl4py(request: Any) -> None:
-    need(request, "gin", with_bindings=True)
-    import nccl.bindings.nccl
-    import nccl.core
-    from nccl.core.utils import UniqueId
-
-    unique_id = nccl.core.get_unique_id()
-    assert bytes(UniqueId.from_bytes(bytes(unique_id.as_bytes)).as_bytes) == bytes(unique_id.as_bytes)
-    inspect.signature(nccl.core.Communicator.init).bind(1, 0, unique_id)
-    inspect.signature(nccl.core.Communicator.register_window).bind(None, None, nccl.core.WindowFlag.COLL_SYMMETRIC)
-    inspect.signature(nccl.core.Communicator.create_dev_comm).bind(None, requirements())
-    inspect.signature(nccl.core.mem_alloc).bind(4096, 0)
-    inspect.signature(nccl.core.RegisteredWindowHandle.get_peer_device_pointer).bind(None, 0)
-    for name in ("destroy", "nranks", "properties"):
-        assert hasattr(nccl.core.Communicator, name)
-    fields = nccl.core.NCCLCommProperties.__dataclass_fields__
-    assert {"device_api_support", "gin_type", "gin_connection_type", "dev_comm_runtime_version_size"} <= set(fields)
-    host = nccl.bindings.nccl.DevComm()
-    assert {"ptr", "gin_context_count"} <= set(dir(host))
-    assert nccl.bindings.nccl.dev_comm_dtype.names[:2] == ("magic", "version")
-    wanted = requirements()
-    assert wanted.gin_va_signals_required and wanted.gin_strong_signals_required
-    assert wanted.gin_connection_type == nccl.core.NcclGinConnectionType.FULL
-
-
-def test_kernels_find_the_number_of_contexts_before_the_communicator() -> None:
-    text = prefixed(b"\xef\xbe\xfe\xca" + bytes(244), 4)
-    assert len(text) == 128 + 248 and int.from_bytes(text[:8], "little") == 4 and text[128:132] == b"\xef\xbe\xfe\xca"
-
-
-def test_failure_of_one_rank_is_raised_by_all() -> None:
-    def exchange(payload: bytes) -> list[bytes]:
-        return [payload, pickle.dumps("no adapter")]
-
-    with pytest.raises(UnsupportedError, match="GIN: rank 1: no adapter"):
-        agreed("GIN", exchange, lambda: 1)
-    with pytest.raises(UnsupportedError, match="GIN: rank 0: ValueError: bad"):
-        agreed("GIN", one_rank, lambda: int(_raise(ValueError("bad"))))
-    assert agreed("GIN", one_rank, lambda: 7) == 7
-
-
-def _raise(error: Exception) -> int:
-    raise error
-
-
-def test_ranks_of_a_network_are_processes() -> None:
-    require_processes("GIN", one_rank)
-    with pytest.raises(UnsupportedError, match="must be a process of its own"):
-        require_processes("GIN", lambda payload: [payload, payload])
-
-
-def test_transport_is_a_network_only_between_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = torch.device("cuda", 0)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert connect("auto", 0, device, one_rank) is None
-    assert connect("peer_memory", 0, device, one_rank) is None
-
-    def with_another(payload: bytes) -> list[bytes]:
-        found = pickle.loads(payload)
-        return [payload, pickle.dumps(("auto", "another machine")) if isinstance(found, tuple) else payload]
-
-    with pytest.raises(UnsupportedError, match="on several machines: NCCL's GIN .*; NVSHMEM can't"):
-        connect("auto", 0, device, with_another)
-    with pytest.raises(ConfigError, match="wanted the same on all ranks, got 'auto', 'gin'"):
-        connect("gin", 0, device, with_another)
-    assert heap_network._boot_id()
-
-
-def test_transport_is_known() -> None:
-    from epcomm.kernels.gpu.cuda import CudaTarget
-
-    with pytest.raises(ConfigError, match="wanted one of 'auto', 'peer_memory', 'nvshmem', 'gin', got 'infiniband'"):
-        CudaTarget(torch.device("cuda"), transport="infiniband")

@@ -34,6 +34,7 @@ class RemoteNetwork:
         self.rank, self.nodes, self.address = rank, list(nodes), next(_addresses)
         self._longest, self._random = longest_delay, random.Random(rank)
         self._segments: list[weakref.ref[Any]] = []
+        self._word_bytes: list[int] = []
         self._deliveries: list[tuple[float, int, Any]] = []  # (when, number, what), a heap
         self._count = self._delivered = 0
         self._last_put = self._ordered = 0.0  # when the last put arrives, and the last one before a quiet
@@ -47,9 +48,13 @@ class RemoteNetwork:
     def register(self, segment: Any) -> None:
         """See `proxy.Proxy`. What kernels write to was added when it was made."""
 
-    def add(self, segment: Any) -> None:
-        """Hides other nodes' parts of a segment from kernels: they are reached by this network."""
+    def add(self, segment: Any, word_bytes: int) -> None:
+        """Hides other nodes' parts of a segment from kernels: they are reached by this network.
+
+        Words are raised in the first `word_bytes` only, a line each: a network that can only add keeps count of those.
+        """
         self._segments.append(weakref.ref(segment))
+        self._word_bytes.append(word_bytes)
         segment.network = len(self._segments) - 1, 0, 0
         is_near = np.array([node == self.nodes[self.rank] for node in self.nodes])
         segment.bases = np.where(is_near, segment.bases, 0)
@@ -61,7 +66,7 @@ class RemoteNetwork:
             if not self._changed.wait_for(lambda: self._delivered >= wanted, timeout):
                 raise TimeoutError(f"rank {self.rank}: what it sent to other nodes did not all arrive in time")
 
-    def close(self) -> None:
+    def close(self, is_together: bool = False) -> None:
         """Delivers what is left, then ends the thread. Idempotent."""
         with self._changed:
             self._is_closed = True
@@ -78,6 +83,8 @@ class RemoteNetwork:
 
     def raise_word(self, window: int, rank: int, offset: int, value: int) -> None:
         segment, place = self._segments[window](), (window, rank, offset)
+        if offset % control.LINE or offset >= self._word_bytes[window]:
+            raise ValueError(f"a word at {offset}: wanted the start of a line below {self._word_bytes[window]}")
         if segment is not None:
             arrives = time.monotonic() + self._random.random() * self._longest
             arrives = max(arrives, self._ordered, self._raised.get(place, 0.0))

@@ -11,7 +11,7 @@ import torch
 from epcomm.device import control
 from epcomm.device.cpu.compile import Kernel
 from epcomm.device.cpu.launch import BOUND_WORDS, load_run, load_run_bound
-from epcomm.heap.cpu import Mapping, SymmetricSegment, owned_array
+from epcomm.heap.cpu import Allgather, Mapping, SymmetricSegment, owned_array
 from epcomm.heap.private import HostMemory, HostStream
 from epcomm.kernels.cpu.allreduce_one_shot import allreduce_one_shot
 from epcomm.kernels.cpu.allreduce_rails import allreduce_rails
@@ -55,7 +55,7 @@ class CpuTarget:
     defers = False
     copy_engine_bytes, link_speed = 0, 1.0
     stream = HostStream()
-    private, segment, owned_memory = HostMemory, SymmetricSegment, staticmethod(owned_array)
+    private, owned_memory = HostMemory, staticmethod(owned_array)
 
     def __init__(self) -> None:
         self.launch = load_run()
@@ -75,8 +75,13 @@ class CpuTarget:
     def bind(self, ctx: int, kernel: int, args: int, fingerprint: int, values: Sequence[int]) -> Callable[[], int]:
         return _BoundCall((ctx, kernel, args, fingerprint, *values))
 
-    def connect(self, rank: int) -> None:
+    def connect(self, rank: int, hosts: Sequence[int], exchange: Callable[[bytes], list[bytes]]) -> None:
         return None
+
+    def segment(
+        self, rank: int, num_bytes: int, word_bytes: int, prefault: Sequence[tuple[int, int]], allgather: Allgather
+    ) -> SymmetricSegment:
+        return SymmetricSegment(rank, num_bytes, prefault, allgather)
 
     def multicast(self, segment: SymmetricSegment) -> int:
         return 0

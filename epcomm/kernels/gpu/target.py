@@ -15,6 +15,7 @@ from epcomm.device.gpu.compile import Kernel, all_programs
 from epcomm.device.gpu.dtypes import triton_dtype
 from epcomm.device.gpu.launch import status_before
 from epcomm.errors import UnsupportedError
+from epcomm.heap.network import Exchange
 from epcomm.kernels.gpu.allreduce_multimem import allreduce_multimem
 from epcomm.kernels.gpu.allreduce_one_shot import allreduce_one_shot
 from epcomm.kernels.gpu.allreduce_two_shot import allreduce_two_shot
@@ -114,7 +115,7 @@ class GpuTarget(GpuKernels, ABC):
     def launch(self, ctx: Any, kernel: Kernel, args: Any, fingerprint: int, *words: int) -> int:
         """See `kernels.target.Target`; words that are not given are 0."""
 
-    def connect(self, rank: int) -> Any:
+    def connect(self, rank: int, hosts: Sequence[int], exchange: Exchange) -> Any:
         return None
 
     def failure_before(self, ctx: Any) -> int:

@@ -95,6 +95,11 @@ class CollectiveRegions:
     copies: int  # staging of data movement by copies
     size: int  # of the whole segment
 
+    @property
+    def word_bytes(self) -> int:
+        """All words that ranks raise in each other's segments are below."""
+        return self.one_shot
+
 
 def collective_regions(
     size: int, num_channels: int, copy_bytes: int = 0, num_nodes: int = 1
