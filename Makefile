@@ -16,6 +16,7 @@ PYTEST_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
+LINK_TESTS := tests/test_gpu_link.py tests/test_gpu_transport.py
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 # An empty file for each finished step, so that it is done once and again when its inputs change.
@@ -42,10 +43,10 @@ test-all: $(TEST_READY)
 	$(BIN)/python -m pytest -m "slow or not slow" $(PYTEST_ARGS)
 
 test-gpu-link: $(LINK_READY)
-	$(BIN)/python -m pytest tests/test_gpu_link.py -m "slow or not slow" --require-networks $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(LINK_TESTS) -m "slow or not slow" --require-networks $(PYTEST_ARGS)
 
 test-gpu-link-reduced: $(LINK_READY)
-	$(BIN)/python -m pytest tests/test_gpu_link.py --require-networks $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(LINK_TESTS) --require-networks $(PYTEST_ARGS)
 
 bench: $(BENCH_READY) bench-note
 	$(BIN)/python benchmarks/decode_latency.py

@@ -69,8 +69,9 @@ class Communicator:
         self._fifo.drain()
         self._point_to_point.drain()
         self._runtime.reset(timeout)
-        if max(self.nodes) > 0:  # words of a network come after what was put before the failure
-            self._runtime.run(self._binder.barrier("reset()"))
+        if max(self.nodes) > 0:  # its words arrive after all that was put before the failure
+            limit = self._runtime.timeout if timeout is None else timeout
+            self._runtime.run_within(limit, self._binder.barrier("reset()"))
 
     def close(self) -> None:
         """Collective unless the communicator has failed: waits for all ranks, then frees everything. Idempotent.

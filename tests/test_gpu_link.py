@@ -5,6 +5,7 @@ What needs the wheels (epcomm[link]) is skipped without them; `make test-gpu-lin
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -136,6 +137,23 @@ def test_every_kernel_with_a_network_has_an_arm() -> None:
             found = link_arms(everything).values()
             assert {kernel.name for kernel in found if kernel.network == network} == declared == set(LINKED_CALLS)
     assert set(link_arms()) <= set(link_arms(everything=True))
+
+
+def test_docs_quote_the_committed_run() -> None:
+    """`epcomm aot --network ... --json benchmarks/results/gpu_link.json` wrote what docs/transports.md says of arms."""
+    root = Path(__file__).resolve().parent.parent
+    document = json.loads((root / "benchmarks" / "results" / "gpu_link.json").read_text())
+    found = {
+        (f"{arm['kernel']} {arm['arm']}", arm["arch"]): (arm["registers"], arm["cubin_bytes"], arm["spill_stores"])
+        for arm in document["arms"]
+    }
+    assert document["failures"] == [] and found.keys() == {(n, a) for n in link_arms() for a in ARCHITECTURES}
+    pair = r"(\d+) / (\d+)"
+    quoted = re.findall(rf"^\| `(.+)` \| {pair} \| {pair} \|$", (root / "docs" / "transports.md").read_text(), re.M)
+    assert len(quoted) == len(link_arms())
+    for name, *numbers in quoted:
+        older, newer = (found[name, arch] for arch in ARCHITECTURES)
+        assert [*map(int, numbers)] == [older[0], newer[0], older[1], newer[1]] and older[2] == newer[2] == 0
 
 
 def test_put_without_a_fence_is_found() -> None:

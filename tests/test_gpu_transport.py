@@ -34,6 +34,7 @@ from epcomm.heap.nccl import NcclNetwork, prefixed, raised_table, requirements
 from epcomm.heap.network import Exchange, Network, agreed, nodes_of, require_processes
 from epcomm.heap.nvshmem import NvshmemNetwork
 from epcomm.heap.transport import connect, explained, first_taken
+from epcomm.kernels.gpu import cuda
 from epcomm.kernels.protocol.collectives import collective_regions
 
 GPU = torch.device("cuda", 0)
@@ -271,6 +272,24 @@ def test_bindings_are_missing(kind: type[Network], monkeypatch: pytest.MonkeyPat
         kind.require_library("sm_90")
 
 
+@pytest.mark.parametrize("nodes, constant", [([0, 1], "gin"), ([0, 0], "none")])
+def test_cuda_target_hands_its_network_on(
+    nodes: list[int], constant: str, with_gpu: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To segments and to loaded kernels; kernels know of it if there is a rank that load and store don't reach."""
+    log: list[Any] = []
+    found = SimpleNamespace(name="gin", nodes=nodes, segment=lambda *arguments: log.append(arguments[:2]))
+    monkeypatch.setattr(cuda, "require_cuda", lambda device: device)
+    monkeypatch.setattr(cuda, "CudaStream", SimpleNamespace)
+    monkeypatch.setattr(cuda, "connect", lambda *arguments: log.append(arguments[:4]) or found)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    target = cuda.CudaTarget(GPU, None, "auto")
+    assert target.connect(1, [0, 1], one_rank) is found and target.transport == "gin"
+    target.segment(1, 4096, 256, (), lambda payload, descriptors: [(payload, [])])
+    assert log == [("auto", 1, [0, 1], GPU), (4096, 256)]
+    assert target.barrier().network == target.dispatch(8, 2, False).network == constant
+
+
 # ---- a communicator's life, with fakes of the libraries
 
 
@@ -487,6 +506,16 @@ def test_gin_adds_what_is_missing() -> None:
 
 
 # ---- the libraries' bindings, as far as they can be imported
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, which tells it")
+def test_calls_of_cuda_bindings(request: Any) -> None:
+    need(request, "nvshmem", with_bindings=True)
+    from cuda.bindings import runtime
+
+    assert int(runtime.cudaGPUDirectRDMAWritesOrdering.cudaGPUDirectRDMAWritesOrderingOwner) == 100
+    with pytest.raises(UnsupportedError, match="cuda:0 doesn't tell its GPUDirect RDMA writes ordering: CUDA error"):
+        network.require_ordered_writes(GPU)
 
 
 def test_calls_of_nvshmem4py(request: Any) -> None:

@@ -184,8 +184,10 @@ def require_ordered_writes(device: torch.device) -> None:
     runtime = bindings("cuda.bindings.runtime", "a network of GPUs", "cuda-bindings")
     attribute = runtime.cudaDeviceAttr.cudaDevAttrGPUDirectRDMAWritesOrdering
     status, ordering = runtime.cudaDeviceGetAttribute(attribute, device.index)
-    if int(status) or ordering < _ORDERED_FOR_OWNER:
-        found = f"CUDA error {int(status)}" if int(status) else f"GPUDirect RDMA writes ordering {ordering}"
+    if int(status):
+        raise UnsupportedError(f"{device} doesn't tell its GPUDirect RDMA writes ordering: CUDA error {int(status)}")
+    if ordering < _ORDERED_FOR_OWNER:
+        found = f"GPUDirect RDMA writes ordering {ordering}"
         raise UnsupportedError(f"{device} would have to flush what a network card wrote before it reads it: {found}")
 
 
