@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from epcomm.collectives.algorithms import chosen_algorithm
+from epcomm.collectives.algorithms import chosen_algorithm, num_shares
 from epcomm.collectives.copy_engine import CopyMove
 from epcomm.device.control import GENERATION_SHIFT
 from epcomm.heap.private import PrivateMemory
@@ -35,7 +35,8 @@ class Binder:
         self._state[protocol.MULTICAST] = runtime.target.multicast(runtime.collectives)
         self.has_multicast = bool(self._state[protocol.MULTICAST])
         self._nodes = _private_words(runtime.target, node_table(runtime.nodes))
-        self.spans_hosts = max(runtime.nodes) > 0
+        self.num_nodes = max(runtime.nodes) + 1
+        self.spans_hosts = self.num_nodes > 1
         self._state[protocol.NODES] = self._nodes.address
         self._state[protocol.PUSHED_WORDS : protocol.PARTIAL_SLOTS + 1] = (
             regions.pushed,
@@ -97,8 +98,11 @@ class Binder:
         """Allreduce, or with `root` >= 0 a reduce to that rank."""
         args = self._block()
         args.words[protocol.ROOT] = root
+        args.words[protocol.ARE_ALONE] = self.num_nodes == self.runtime.size
         chosen = chosen_algorithm(algorithm, num_bytes, self.spans_hosts)
-        return self._operation(self.runtime.target.reduce(args.words, chosen, dtype, op), args, text)
+        kernel = self.runtime.target.reduce(args.words, chosen, dtype, op)
+        args.words[protocol.NUM_SHARES] = num_shares(num_bytes, self.num_nodes, int(args.words[protocol.PARTIAL_SCALE]))
+        return self._operation(kernel, args, text)
 
     def exchange(
         self,

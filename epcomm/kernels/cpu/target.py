@@ -86,9 +86,10 @@ class CpuTarget:
 
     def reduce(self, args: np.ndarray, algorithm: str, dtype: torch.dtype, op: str) -> Kernel:
         if algorithm == "rails":
-            args[collectives.REDUCE] = partial_reduction(dtype, op).address
-            args[collectives.FINISH] = final_reduction(dtype, op).address
-            args[collectives.PARTIAL_SCALE] = partial_dtype(dtype, op).itemsize // dtype.itemsize
+            is_partial = not args[collectives.ARE_ALONE]
+            args[collectives.REDUCE] = partial_reduction(dtype, op).address if is_partial else 0
+            args[collectives.FINISH] = (final_reduction if is_partial else reduction)(dtype, op).address
+            args[collectives.PARTIAL_SCALE] = partial_dtype(dtype, op).itemsize // dtype.itemsize if is_partial else 1
             return allreduce_rails
         args[collectives.REDUCE] = reduction(dtype, op).address
         return {"one_shot": allreduce_one_shot, "two_shot": allreduce_two_shot}[algorithm]
