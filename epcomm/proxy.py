@@ -264,7 +264,7 @@ class _Receiver:
 def _fill(link: socket.socket, buffers: list[memoryview]) -> bool:
     """Receives as many bytes as the buffers have; False if the peer closes the link before."""
     while buffers:
-        num_bytes = link.recvmsg_into(buffers)[0]
+        num_bytes = link.recvmsg_into(buffers, 0, socket.MSG_WAITALL)[0]  # woken once, not for each packet
         if num_bytes == 0:
             return False
         _drop(buffers, num_bytes)

@@ -111,9 +111,13 @@ class Binder:
         max_pair_bytes: int,
         *,
         shared: bool = False,
+        root: int = -1,
         reduction: tuple[torch.dtype, str] | None = None,
     ) -> Operation | CopyMove:
-        """Data movement. `table`: send offsets, send bytes, receive offsets, receive bytes, each by peer."""
+        """Data movement. `table`: send offsets, send bytes, receive offsets, receive bytes, each by peer.
+
+        `shared`: all that get anything from a rank get the same. `root`: all ranks get that one's bytes, and no others.
+        """
         if self.runtime.target.copy_engine_bytes and reduction is None:
             return CopyMove(self.runtime, self.barrier(text), self._copies, table, max_pair_bytes, shared)
         args = self._block()
@@ -121,6 +125,7 @@ class Binder:
         args.words[protocol.TABLE] = memory.address
         args.words[protocol.MAX_PAIR_BYTES] = max_pair_bytes
         args.words[protocol.SHARED] = shared
+        args.words[protocol.ROOT] = root
         kernel = self.runtime.target.exchange(args.words, reduction, self.spans_hosts)
         return self._operation(kernel, args, text, memory)
 

@@ -214,7 +214,8 @@ class Collectives:
             sends = [each if self.runtime.rank == src else 0] * size
             receives = [each if rank == src else 0 for rank in self._everyone]
             text = f"broadcast(x={x.dtype} {tuple(x.shape)}, src={src})"
-            return self._binder.exchange(text, [[0] * size, sends, [0] * size, receives], each, shared=True)
+            table = [[0] * size, sends, [0] * size, receives]
+            return self._binder.exchange(text, table, each, shared=True, root=src)
 
         return self._move(("broadcast", x.shape, x.dtype, src), bind, x.contiguous(), result, async_op, timeout)
 

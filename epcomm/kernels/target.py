@@ -93,7 +93,10 @@ class Target(Protocol):
         """
 
     def exchange(self, args: np.ndarray, reduction: tuple[torch.dtype, str] | None, spans_hosts: bool) -> Kernel:
-        """Data movement, or with a reduction a reduce-scatter."""
+        """Data movement, or with a reduction a reduce-scatter.
+
+        Where ``args`` has a ROOT that rank's bytes go to all, as the table says, too.
+        """
 
     def send(self) -> Kernel: ...
 

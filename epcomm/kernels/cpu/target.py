@@ -17,6 +17,7 @@ from epcomm.kernels.cpu.allreduce_one_shot import allreduce_one_shot
 from epcomm.kernels.cpu.allreduce_rails import allreduce_rails
 from epcomm.kernels.cpu.allreduce_two_shot import allreduce_two_shot
 from epcomm.kernels.cpu.barrier import barrier
+from epcomm.kernels.cpu.broadcast_network import broadcast_network
 from epcomm.kernels.cpu.combine import combine
 from epcomm.kernels.cpu.combine_receive import combine_receive
 from epcomm.kernels.cpu.counts import exchange_counts
@@ -98,7 +99,9 @@ class CpuTarget:
         self, args: np.ndarray, reduction_of: tuple[torch.dtype, str] | None, spans_hosts: bool
     ) -> Kernel:
         args[collectives.REDUCE] = 0 if reduction_of is None else reduction(*reduction_of).address
-        return exchange_network if spans_hosts else exchange
+        if not spans_hosts:
+            return exchange
+        return exchange_network if args[collectives.ROOT] < 0 else broadcast_network
 
     def send(self) -> Kernel:
         return send
