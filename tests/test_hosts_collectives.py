@@ -148,6 +148,11 @@ MISMATCHES: dict[str, tuple[Callable[..., Any], Callable[..., Any], list[str]]] 
         lambda c: c.broadcast(torch.ones(50_000)),
         ["allgather(", "broadcast("],
     ),
+    "root": (
+        lambda c: [c.broadcast(torch.ones(9)), c.barrier()],  # a rank that gets its bytes learns in the next operation
+        lambda c: [c.broadcast(torch.ones(9), 1), c.barrier()],
+        ["broadcast(", "src=0", "src=1"],
+    ),
 }
 
 
@@ -189,6 +194,7 @@ WAITS: dict[str, Callable[[epcomm.Communicator], Any]] = {
     "allreduce": lambda c: c.allreduce(torch.ones(900_000), timeout=0.5),
     "allgather": lambda c: c.allgather(torch.ones(900_000), timeout=0.5),
     "reduce_scatter": lambda c: c.reduce_scatter(torch.ones(c.size, 200_000), timeout=0.5),
+    "broadcast": lambda c: c.broadcast(torch.ones(900_000), timeout=0.5),
     "recv": lambda c: c.recv(torch.ones(4), c.size - 1, timeout=0.5),
     "send": lambda c: c.send(torch.ones(900_000), c.size - 1, timeout=0.5),
 }

@@ -9,12 +9,22 @@ from typing import Any
 import pytest
 import torch
 from collective_cases import addend, payload, reduced
-from collective_checks import CHUNK, KIB, ONE_SHOT, around, check, check_gathers, check_reductions, check_rooted
+from collective_checks import (
+    CHUNK,
+    KIB,
+    ONE_SHOT,
+    around,
+    check,
+    check_gathers,
+    check_reduce_scatter,
+    check_reductions,
+    check_rooted,
+)
 from host_cases import on_hosts
 
 import epcomm
 from epcomm import proxy
-from epcomm.collectives.algorithms import num_shares
+from epcomm.collectives.algorithms import is_scattered_by_rails, num_shares
 from epcomm.testing.adversary import delay_operations
 
 WORLDS = {
@@ -53,6 +63,15 @@ def reduction_cases(num_hosts: int) -> list[tuple[torch.dtype, str, tuple[int, .
 @EVERY_WORLD
 def test_reductions(hosts: list[int], port: int) -> None:
     on_hosts(hosts, port, disturbed, check_reductions, reduction_cases(max(hosts) + 1), "auto")
+
+
+@pytest.mark.parametrize("hosts", [[0, 0, 0, 1, 1], [0, 0, 1, 0, 0]], ids=str)
+def test_reduce_scatter_of_many_ranks_per_host(hosts: list[int], port: int) -> None:
+    """By rails where that sends less: of 3 ranks and more, of 16-bit floats 4 and more."""
+    small = [(torch.float32, "sum", (n,)) for n in (1, 7)]
+    large = [(torch.float32, "avg", (CHUNK // 4 + 333,)), (torch.uint8, "max", (3, CHUNK // 16 + 1))]
+    halves = [(torch.bfloat16, "sum", (20_001,)), (torch.float16, "avg", (CHUNK // 2 + 3,))]
+    on_hosts(hosts, port, disturbed, check_reduce_scatter, small + large + halves)
 
 
 def check_broadcasts(comm: epcomm.Communicator) -> None:
@@ -199,3 +218,9 @@ def test_messages_that_take_one_hop() -> None:
     assert num_shares(64 << 20, 2, 2) == 2 and num_shares(64 << 20, 3, 1) == 3
     assert num_shares(ONE_SHOT, 2, 2) == 1 and num_shares(ONE_SHOT + 1, 2, 2) == 2
     assert num_shares(ONE_SHOT // 4, 5, 1) == 1 and num_shares(ONE_SHOT // 4 + 1, 5, 1) == 5
+
+
+def test_reduce_scatters_that_go_by_rails() -> None:
+    assert is_scattered_by_rails(1 << 20, 3, 1) and is_scattered_by_rails(1 << 20, 4, 2)
+    assert not (is_scattered_by_rails(1 << 20, 2, 1) or is_scattered_by_rails(1 << 20, 3, 2))
+    assert not is_scattered_by_rails(ONE_SHOT, 8, 1)

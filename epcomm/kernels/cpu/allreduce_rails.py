@@ -1,10 +1,11 @@
-"""Allreduce and reduce among ranks on several hosts: reduce on each host, exchange between hosts, gather on each host.
+"""Reductions among ranks on several hosts: reduce on each host, exchange between hosts, gather on each host.
 
 The first ranks of each host, as many as the smallest host has, each reduce one part of a chunk; the rank with the same
 number on every host, its *rail*, reduces the same part. Either every rank of a rail puts all of its host's partial
 result to the others, who each finish the part (one hop); or each host finishes one share of it, and puts that to the
 others (two hops, less traffic). Partial results of 16-bit floats are float32, so a result is rounded once; with one
-rank per host they are its input, in its own dtype.
+rank per host they are its input, in its own dtype. Each rank keeps of the result what the operation gives it: all,
+nothing (a reduce to another rank), or its part (a reduce-scatter).
 A channel's step i: stage chunk i for this host (all but the part this rank reduces) | reduce this rank's part of chunk
 i - 1 over its host and put that to its rail | finish what the rail put of chunk i - 2, all or this rank's share, which
 it puts to its rail | copy chunk i - 3 out of the slots of this host's ranks. Inputs are reduced in rank order, partial
@@ -166,9 +167,9 @@ def _gather_on_rail(ctx, args, channel, count):
 
 
 @device
-def _copy_out(ctx, args, channel, count, out, length):
-    """Copies a chunk of the result out of the slots of this host's ranks."""
-    state, root = word(args, protocol.STATE), word(args, protocol.ROOT)
+def _copy_out(ctx, args, channel, count, start, length):
+    """Copies what this rank keeps of the result's bytes [start, start + length) out of the slots of this host."""
+    state, kept = word(args, protocol.STATE), word(args, protocol.KEPT_OFFSET)
     me, table = word(ctx, control.RANK), word(state, protocol.NODES)
     own_node, num_rails = node_of(ctx, table, me), word(table, nodes.NUM_RAILS)
     for distance in range(num_rails):
@@ -179,12 +180,14 @@ def _copy_out(ctx, args, channel, count, out, length):
         status = meet(ctx, raised, count + 1, rank, sites.TWO_SHOT_REDUCED)  # RAW
         if status != control.OK:
             return status
-        if root < 0 or root == me:
-            source = peer(ctx, rank) + slot_offset(word(state, protocol.REDUCED_SLOTS), channel, count) + low
+        source = peer(ctx, rank) + slot_offset(word(state, protocol.REDUCED_SLOTS), channel, count)
+        begin, end = max(low, kept - start), min(high, kept + word(args, protocol.KEPT_BYTES) - start)
+        if end > begin:
+            to = word(args, protocol.OUT) + start - kept + begin
             if word(args, protocol.STREAMING):
-                copy_streaming(out + low, source, high - low)
+                copy_streaming(to, source + begin, end - begin)
             else:
-                copy(out + low, source, high - low)
+                copy(to, source + begin, end - begin)
     return control.OK
 
 
@@ -222,7 +225,8 @@ def _reduce_channel(ctx, args, channel, x, out, num_bytes):
                 return status
         if step > 2:
             start = (step - 3) * chunk
-            status = _copy_out(ctx, args, channel, first + step - 3, out + start, min(chunk, num_bytes - start))
+            length = min(chunk, num_bytes - start)
+            status = _copy_out(ctx, args, channel, first + step - 3, out - word(args, protocol.OUT) + start, length)
             if status != control.OK:
                 return status
     return control.OK

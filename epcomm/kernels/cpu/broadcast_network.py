@@ -4,14 +4,16 @@ A host's *holder* gets the pieces for it: the root on its own host, elsewhere th
 modulo how many there are. The tree is a chain if there are at least as many pieces as hosts: then each link carries the
 message once. Else it has a fan-out of 2, and fewer hops.
 A holder's step i: get piece i (the root: from x) | tell its host, put it to the hosts below | copy it out | see that
-piece i - 1 was read, and tell the host above. The others copy out what their holder tells them of.
+piece i - 1 was read, and tell the host above. The others copy out what their holder tells them of. *Readers* of a
+holder are the holders below and the other ranks of its host.
 
 Edges; every word is in the waiter's own memory
-  RAW  SENT: the piece is in the holder's slot; from the host above, it has arrived there.
-  WAR  TAKEN: nobody reads the peer's slot of that piece any more, nor the slot that it read it from. Once a rank has
-       got all pieces it tells every peer so, and before an operation's first NUM_SLOTS pieces a holder waits for all
-       peers, which an earlier operation's writers and readers are among; later for those below and those of its host.
-       ARRIVED: what was put to the host below was sent, so the holder may overwrite it (the host below may still read).
+  RAW  SENT: the piece is in the holder's slot; from the host above, it has arrived there. Of a reader: it is in the
+       operation; its holder waits for that, so that nobody broadcasts to ranks that do something else.
+  WAR  TAKEN: a reader doesn't read that piece any more, nor do its own readers; raised for the holder if the slot is
+       used again in the operation. In the end each rank tells every peer that it has taken all: that is what whoever
+       writes to the slots next, in later operations, waits for.
+       ARRIVED: the piece has been put to a holder below, so the slot that it was put from may be overwritten.
 """
 
 from __future__ import annotations
@@ -38,19 +40,19 @@ def _holder(ctx, args, table, place):
 
 
 @device
-def _meet_readers(ctx, args, channel, count, place, fan_out, kind, site):
-    """Waits until the ranks of this host have taken the piece before `count`, and those below say `kind` of it."""
+def _meet_readers(ctx, args, channel, place, fan_out, here, below, value, site):
+    """Waits until the other ranks of this host have raised the word `here`, and the holders below that `below`."""
     state, me = word(args, protocol.STATE), word(ctx, control.RANK)
     table = word(state, protocol.NODES)
     node = node_of(ctx, table, me)
     for number in range(num_members(ctx, table, node)):
         rank = member(ctx, table, node, number)
         if rank != me:
-            status = meet_pushed(ctx, state, channel, protocol.PUSHED_TAKEN, rank, count, sites.EXCHANGE_TAKEN)  # WAR
+            status = meet_pushed(ctx, state, channel, here, rank, value, site)
             if status != control.OK:
                 return status
-    for below in range(fan_out * place + 1, min(fan_out * (place + 1) + 1, word(table, nodes.NUM_NODES))):
-        status = meet_pushed(ctx, state, channel, kind, _holder(ctx, args, table, below), count, site)  # WAR
+    for child in range(fan_out * place + 1, min(fan_out * (place + 1) + 1, word(table, nodes.NUM_NODES))):
+        status = meet_pushed(ctx, state, channel, below, _holder(ctx, args, table, child), value, site)
         if status != control.OK:
             return status
     return control.OK
@@ -96,6 +98,23 @@ def _copy_out(args, start, source, length):
 
 
 @device
+def _is_reused(step, num_pieces):
+    """Whether the operation uses a piece's slot again."""
+    return step + protocol.NUM_SLOTS < num_pieces
+
+
+@device
+def _wait_for_slots(ctx, args, channel, step, count, place, fan_out):
+    """Waits until nobody reads this rank's slot, and those of the holders below."""
+    reused = count + 1 - protocol.NUM_SLOTS
+    if step < protocol.NUM_SLOTS:
+        oldest = word(ctx, control.GENERATION) << control.GENERATION_SHIFT
+        return _meet_everyone(ctx, word(args, protocol.STATE), channel, reused if reused > oldest else 0)  # WAR
+    taken, site = protocol.PUSHED_TAKEN, sites.EXCHANGE_TAKEN
+    return _meet_readers(ctx, args, channel, place, fan_out, taken, taken, reused, site)  # WAR
+
+
+@device
 def _hold(ctx, args, channel, first, num_pieces, place, fan_out, piece, stride):
     """A holder's part; `above` is the rank it gets pieces from, itself if it is the root."""
     state, me, num_bytes = word(args, protocol.STATE), word(ctx, control.RANK), word(args, protocol.MAX_PAIR_BYTES)
@@ -103,47 +122,38 @@ def _hold(ctx, args, channel, first, num_pieces, place, fan_out, piece, stride):
     above = _holder(ctx, args, table, (place - 1) // fan_out) if place > 0 else me
     is_read = fan_out * place + 1 < word(table, nodes.NUM_NODES) or num_members(ctx, table, node_of(ctx, table, me)) > 1
     lag = 1 if is_read else 0  # meanwhile readers read
-    for step in range(num_pieces + lag):
+    sent, taken, arrived = protocol.PUSHED_SENT, protocol.PUSHED_TAKEN, protocol.PUSHED_ARRIVED
+    if above != me:
+        push(ctx, state, channel, sent, above, me, first + 1)
+    for step in range(num_pieces):
         start, count = step * stride + channel * piece, first + step
-        if step < num_pieces:
-            length = max(0, min(piece, num_bytes - start))
-            slot = peer(ctx, me) + slot_offset(word(state, protocol.RECEIVED_SLOTS), channel, count)
-            reused = count + 1 - protocol.NUM_SLOTS
-            if step < protocol.NUM_SLOTS:
-                oldest = word(ctx, control.GENERATION) << control.GENERATION_SHIFT
-                status = _meet_everyone(ctx, state, channel, reused if reused > oldest else 0)
-            else:
-                status = _meet_readers(
-                    ctx, args, channel, reused, place, fan_out, protocol.PUSHED_TAKEN, sites.EXCHANGE_TAKEN
-                )
-            if status == control.OK and above != me:
-                status = meet_pushed(  # RAW
-                    ctx, state, channel, protocol.PUSHED_SENT, above, count + 1, sites.EXCHANGE_SENT
-                )
+        length = max(0, min(piece, num_bytes - start))
+        slot = peer(ctx, me) + slot_offset(word(state, protocol.RECEIVED_SLOTS), channel, count)
+        status = _wait_for_slots(ctx, args, channel, step, count, place, fan_out)
+        if status == control.OK and above != me:
+            status = meet_pushed(ctx, state, channel, sent, above, count + 1, sites.EXCHANGE_SENT)  # RAW
+        if status != control.OK:
+            return status
+        if above == me:
+            copy(slot, word(args, protocol.X) + start, length)
+        elif _is_reused(step, num_pieces):
+            push(ctx, state, channel, arrived, above, me, count + 1)
+        _pass_on(ctx, args, channel, count, place, fan_out, length)
+        _copy_out(args, start, word(args, protocol.X) + start if above == me else slot, length)
+        if above != me and step >= lag and _is_reused(step - lag, num_pieces):
+            value, site = count + 1 - lag, sites.BROADCAST_ARRIVED
+            status = _meet_readers(ctx, args, channel, place, fan_out, taken, arrived, value, site)  # WAR
             if status != control.OK:
                 return status
-            if above == me:
-                copy(slot, word(args, protocol.X) + start, length)
-            else:
-                push(ctx, state, channel, protocol.PUSHED_ARRIVED, above, me, count + 1)
-            _pass_on(ctx, args, channel, count, place, fan_out, length)
-            _copy_out(args, start, word(args, protocol.X) + start if above == me else slot, length)
-        if step >= lag:
-            taken = count + 1 - lag
-            status = _meet_readers(
-                ctx, args, channel, taken, place, fan_out, protocol.PUSHED_ARRIVED, sites.BROADCAST_ARRIVED
-            )
-            if status != control.OK:
-                return status
-            if above != me:
-                push(ctx, state, channel, protocol.PUSHED_TAKEN, above, me, taken)
-    return control.OK
+            push(ctx, state, channel, taken, above, me, value)
+    return _meet_readers(ctx, args, channel, place, fan_out, sent, sent, first + 1, sites.BROADCAST_ENTERED)  # RAW
 
 
 @device
 def _read(ctx, args, channel, first, num_pieces, holder, piece, stride):
     """The part of a rank that reads what its holder has."""
-    state, num_bytes = word(args, protocol.STATE), word(args, protocol.MAX_PAIR_BYTES)
+    state, me, num_bytes = word(args, protocol.STATE), word(ctx, control.RANK), word(args, protocol.MAX_PAIR_BYTES)
+    push(ctx, state, channel, protocol.PUSHED_SENT, holder, me, first + 1)
     for step in range(num_pieces):
         start, count = step * stride + channel * piece, first + step
         status = meet_pushed(ctx, state, channel, protocol.PUSHED_SENT, holder, count + 1, sites.EXCHANGE_SENT)  # RAW
@@ -151,7 +161,8 @@ def _read(ctx, args, channel, first, num_pieces, holder, piece, stride):
             return status
         slot = peer(ctx, holder) + slot_offset(word(state, protocol.RECEIVED_SLOTS), channel, count)
         _copy_out(args, start, slot, min(piece, num_bytes - start))
-        push(ctx, state, channel, protocol.PUSHED_TAKEN, holder, word(ctx, control.RANK), count + 1)
+        if _is_reused(step, num_pieces):
+            push(ctx, state, channel, protocol.PUSHED_TAKEN, holder, me, count + 1)
     return control.OK
 
 

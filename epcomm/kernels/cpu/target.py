@@ -28,10 +28,11 @@ from epcomm.kernels.cpu.exchange_network import exchange_network
 from epcomm.kernels.cpu.float8_row_sum import float8_row_sum
 from epcomm.kernels.cpu.point_to_point import recv, send
 from epcomm.kernels.cpu.quantize_rows import quantize_row
-from epcomm.kernels.cpu.reduction import final_reduction, partial_dtype, partial_reduction, reduction
+from epcomm.kernels.cpu.reduction import final_reduction, partial_reduction, reduction
 from epcomm.kernels.cpu.route import route
 from epcomm.kernels.cpu.row_sum import row_sum
 from epcomm.kernels.protocol import collectives, expert_parallel
+from epcomm.kernels.protocol.arithmetic import partial_dtype
 
 
 class _BoundCall:
@@ -86,7 +87,7 @@ class CpuTarget:
         return barrier
 
     def reduce(self, args: np.ndarray, algorithm: str, dtype: torch.dtype, op: str) -> Kernel:
-        if algorithm == "rails":
+        if algorithm in ("rails", "scattered_rails"):
             is_partial = not args[collectives.ARE_ALONE]
             args[collectives.REDUCE] = partial_reduction(dtype, op).address if is_partial else 0
             args[collectives.FINISH] = (final_reduction if is_partial else reduction)(dtype, op).address

@@ -33,7 +33,8 @@ FINISH = 14  # rails: address of the reduction of the nodes' partial results
 PARTIAL_SCALE = 15  # rails: bytes of a partial result per byte of the message
 ARE_ALONE = 16  # rails: 1 if every node has one rank, whose input is its node's partial result
 NUM_SHARES = 17  # rails: in how many shares nodes finish a part, each node its own; 1: each node finishes all of it
-NUM_WORDS = 18
+KEPT_OFFSET, KEPT_BYTES = 18, 19  # rails: which bytes of the result this rank gets
+NUM_WORDS = 20
 # rows of an exchange's table: byte offsets in x and out, and byte counts, by peer
 SEND_OFFSET, SEND_BYTES, RECEIVE_OFFSET, RECEIVE_BYTES = range(4)
 
