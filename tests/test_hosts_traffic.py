@@ -71,7 +71,7 @@ def test_reduce_scatter_of_many_ranks_per_host(hosts: list[int], port: int) -> N
     small = [(torch.float32, "sum", (n,)) for n in (1, 7)]
     large = [(torch.float32, "avg", (CHUNK // 4 + 333,)), (torch.uint8, "max", (3, CHUNK // 16 + 1))]
     halves = [(torch.bfloat16, "sum", (20_001,)), (torch.float16, "avg", (CHUNK // 2 + 3,))]
-    on_hosts(hosts, port, disturbed, check_reduce_scatter, small + large + halves)
+    on_hosts(hosts, port, disturbed, check_reduce_scatter, small + large + halves, num_threads=1 + (hosts[2] == 0))
 
 
 def check_broadcasts(comm: epcomm.Communicator) -> None:

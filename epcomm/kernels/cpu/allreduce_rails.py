@@ -225,8 +225,8 @@ def _reduce_channel(ctx, args, channel, x, out, num_bytes):
                 return status
         if step > 2:
             start = (step - 3) * chunk
-            length = min(chunk, num_bytes - start)
-            status = _copy_out(ctx, args, channel, first + step - 3, out - word(args, protocol.OUT) + start, length)
+            length, start = min(chunk, num_bytes - start), start + out - word(args, protocol.OUT)  # in the whole result
+            status = _copy_out(ctx, args, channel, first + step - 3, start, length)
             if status != control.OK:
                 return status
     return control.OK
