@@ -148,6 +148,11 @@ MISMATCHES: dict[str, tuple[Callable[..., Any], Callable[..., Any], list[str]]] 
         lambda c: c.broadcast(torch.ones(50_000)),
         ["allgather(", "broadcast("],
     ),
+    "root": (
+        lambda c: [c.broadcast(torch.ones(9)), c.barrier()],  # a rank that gets its bytes learns in the next operation
+        lambda c: [c.broadcast(torch.ones(9), 1), c.barrier()],
+        ["broadcast(", "src=0", "src=1"],
+    ),
 }
 
 
@@ -189,6 +194,7 @@ WAITS: dict[str, Callable[[epcomm.Communicator], Any]] = {
     "allreduce": lambda c: c.allreduce(torch.ones(900_000), timeout=0.5),
     "allgather": lambda c: c.allgather(torch.ones(900_000), timeout=0.5),
     "reduce_scatter": lambda c: c.reduce_scatter(torch.ones(c.size, 200_000), timeout=0.5),
+    "broadcast": lambda c: c.broadcast(torch.ones(900_000), timeout=0.5),
     "recv": lambda c: c.recv(torch.ones(4), c.size - 1, timeout=0.5),
     "send": lambda c: c.send(torch.ones(900_000), c.size - 1, timeout=0.5),
 }
@@ -214,8 +220,9 @@ def test_timeouts(port: int) -> None:
     for number, name in enumerate(WAITS):
         errors = [found[number] for found in others]
         assert all(isinstance(error, (EpcommTimeoutError, PeerFailedError)) for error in errors), (name, errors)
-        # of an allreduce one that is no rail waits for the rail of its host, which waits for the late rank
-        awaited = "waited 0.5 s for rank" if name == "allreduce" else "waited 0.5 s for rank 3"
+        # of an allreduce one that is no rail waits for the rail of its host, which waits for the late rank; of a
+        # broadcast the root for the host below, which waits for the one below it
+        awaited = "waited 0.5 s for rank" if name in ("allreduce", "broadcast") else "waited 0.5 s for rank 3"
         assert any(awaited in str(error) for error in errors), (name, errors)
 
 

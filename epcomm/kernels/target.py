@@ -95,11 +95,14 @@ class Target(Protocol):
     def reduce(self, args: np.ndarray, algorithm: str, dtype: torch.dtype, op: str) -> Kernel:
         """Allreduce or reduce by "one_shot" or "two_shot"; allreduce by "multimem" where there is `multicast`.
 
-        By "rails" among ranks on several hosts.
+        Among ranks on several hosts by "rails", or by "scattered_rails" a reduce-scatter: this rank keeps KEPT_BYTES.
         """
 
     def exchange(self, args: np.ndarray, reduction: tuple[torch.dtype, str] | None, spans_hosts: bool) -> Kernel:
-        """Data movement, or with a reduction a reduce-scatter."""
+        """Data movement, or with a reduction a reduce-scatter.
+
+        Where ``args`` has a ROOT that rank's bytes go to all, as the table says, too.
+        """
 
     def send(self) -> Kernel: ...
 
