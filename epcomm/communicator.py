@@ -34,9 +34,9 @@ class Communicator:
     """
 
     def __init__(self, hub: Hub, target: Target, num_programs: int, timeout: float):
-        self.rank, self.size, self.nodes = hub.rank, hub.size, list(hub.nodes)
+        self.rank, self.size, self.nodes = hub.rank, hub.size, target.nodes_of(hub.nodes)
         self.device, self.transport = target.device, target.transport
-        regions = collective_regions(self.size, num_programs, target.copy_engine_bytes, max(hub.nodes) + 1)
+        regions = collective_regions(self.size, num_programs, target.copy_engine_bytes, max(self.nodes) + 1)
         self._runtime = Runtime(target, hub, regions.size, num_programs, timeout)
         self._fifo = Fifo("epcomm-async", is_stream_ordered=self.device.type == "cuda")
         self._binder = Binder(self._runtime, regions, num_programs)

@@ -55,6 +55,9 @@ class Target(Protocol):
         None: if there are any they are on other hosts, and the proxy is the way. Called once, before `segment`.
         """
 
+    def nodes_of(self, hosts: Sequence[int]) -> list[int]:
+        """The node of each rank, given its host: ranks of one node load and store in each other's memory."""
+
     def segment(self, rank: int, num_bytes: int, prefault: Sequence[tuple[int, int]], allgather: Allgather) -> Any:
         """Collective: a symmetric segment, with ``own`` and ``bases``."""
 
@@ -89,7 +92,7 @@ class Target(Protocol):
     def reduce(self, args: np.ndarray, algorithm: str, dtype: torch.dtype, op: str) -> Kernel:
         """Allreduce or reduce by "one_shot" or "two_shot"; allreduce by "multimem" where there is `multicast`.
 
-        By "rails" among ranks on several hosts.
+        By "rails" among ranks on several nodes.
         """
 
     def exchange(self, args: np.ndarray, reduction: tuple[torch.dtype, str] | None, spans_hosts: bool) -> Kernel:

@@ -27,10 +27,11 @@ from epcomm.kernels.cpu.exchange_network import exchange_network
 from epcomm.kernels.cpu.float8_row_sum import float8_row_sum
 from epcomm.kernels.cpu.point_to_point import recv, send
 from epcomm.kernels.cpu.quantize_rows import quantize_row
-from epcomm.kernels.cpu.reduction import final_reduction, partial_dtype, partial_reduction, reduction
+from epcomm.kernels.cpu.reduction import final_reduction, partial_reduction, reduction
 from epcomm.kernels.cpu.route import route
 from epcomm.kernels.cpu.row_sum import row_sum
 from epcomm.kernels.protocol import collectives, expert_parallel
+from epcomm.kernels.protocol.arithmetic import partial_dtype
 
 
 class _BoundCall:
@@ -77,6 +78,9 @@ class CpuTarget:
 
     def connect(self, rank: int) -> None:
         return None
+
+    def nodes_of(self, hosts: Sequence[int]) -> list[int]:
+        return list(hosts)
 
     def multicast(self, segment: SymmetricSegment) -> int:
         return 0

@@ -55,6 +55,9 @@ class InterpretedTarget(GpuTarget):
         self._remote = RemoteNetwork(rank, self._nodes) if self.network == "remote" else None
         return self._remote
 
+    def nodes_of(self, hosts: Sequence[int]) -> list[int]:
+        return list(hosts if self.network == "none" else self._nodes)
+
     def segment(self, rank: int, num_bytes: int, prefault: Any, allgather: Allgather) -> SymmetricSegment:
         segment = SymmetricSegment(rank, num_bytes, prefault, allgather)
         if self._remote is not None:
