@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from ep_cases import KINDS, Case, Step, in_all_kinds, require, run_cases
 
 import epcomm
+from epcomm.device import control
 from epcomm.moe.quantize import Float8
 from epcomm.testing.adversary import delay_operations
 from epcomm.testing.interpreter import kernels_of
@@ -34,6 +36,19 @@ def on_nodes(nodes: Sequence[int], body: Callable[..., Any], *args: Any, **init:
             return body(comm, *args)
 
     return run_ranks(run, len(nodes), timeout=100.0)
+
+
+def tell_late(comm: epcomm.Communicator) -> None:
+    """From now on other nodes learn what this rank calls long after the other words of the call."""
+    network = comm._runtime._proxy
+    raise_word, headers = network.raise_word, range(control.HEADERS, control.control_region_bytes(comm.size))
+
+    def raise_late(window: int, rank: int, offset: int, value: int) -> None:
+        if offset in headers:
+            network._raised[window, rank, offset] = time.monotonic() + 0.3  # words at one place keep their order
+        raise_word(window, rank, offset, value)
+
+    network.raise_word = raise_late
 
 
 @pytest.mark.parametrize("nodes", [WORLDS[name] for name in TRAFFIC], ids=TRAFFIC)

@@ -21,8 +21,9 @@ from collective_checks import (
     check_rooted,
     check_rounding,
 )
+from failure_cases import Raised
 from test_gpu_collectives import ALL_REDUCTIONS, exchange_messages, fail_and_recover
-from test_gpu_network import WORLDS, on_nodes
+from test_gpu_network import WORLDS, on_nodes, tell_late
 
 import epcomm
 from epcomm.errors import MismatchError
@@ -139,11 +140,16 @@ def test_every_dtype_and_op() -> None:
 # ---- what goes wrong
 
 
+def run_mismatches(comm: epcomm.Communicator) -> list[Raised]:
+    tell_late(comm)
+    return fail_and_recover(comm)
+
+
 @pytest.mark.parametrize("nodes", [WORLDS["1+1"], WORLDS["1+2"]], ids=["1+1", "1+2"])
 def test_mismatched_calls(nodes: list[int]) -> None:
-    """Those, too, whose words a rank takes for its own: what the peer calls may come later, and is awaited."""
+    """Those, too, whose words are those of the other call: what a peer calls may come later, and is awaited."""
     texts = [("allreduce(", "barrier()"), ("op=sum", "op=max"), ("allgather(", "broadcast(")]
-    by_call = zip(*on_nodes(nodes, fail_and_recover), strict=True)
+    by_call = zip(*on_nodes(nodes, run_mismatches), strict=True)
     for raised, wanted in zip(by_call, texts, strict=True):
         assert [type(each.error) for each in raised] == [MismatchError] * len(nodes), raised
         assert all(text in each.text for text in wanted for each in raised), raised
