@@ -114,11 +114,14 @@ def _arms(
         yield kernels.combine(_NOTHING, dtypes, 8, False, form)
         by_rank = kernels.combine(_NOTHING, dtypes, 8, True, form)
         yield from (by_rank, kernels.combine_receive(by_rank))
-    yield from (kernels.exchange(_NOTHING, None, spans_nodes) for spans_nodes in (False, True))
+    yield kernels.exchange(_NOTHING, None, False)
     for reduction in reductions:
         yield kernels.reduce(_NOTHING, "one_shot", *reduction)
         yield kernels.reduce(_NOTHING, "two_shot", *reduction)
+        yield kernels.exchange(_NOTHING, reduction, False)
+    yield kernels.exchange(_NOTHING, None, True)
+    for reduction in reductions if everything else reductions[::5]:
         yield kernels.reduce(_NOTHING, "rails", *reduction)
-        yield from (kernels.exchange(_NOTHING, reduction, spans_nodes) for spans_nodes in (False, True))
+        yield kernels.exchange(_NOTHING, reduction, True)
     for dtype, op in itertools.product(SWITCH_DTYPES, SWITCH_OPS):
         yield kernels.reduce(_NOTHING, "multimem", dtype, op)
