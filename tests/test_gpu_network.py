@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,11 +27,16 @@ CASES = [
 ]
 
 
-def on_nodes(nodes: Sequence[int], body: Callable[..., Any], *args: Any, **init: Any) -> list[Any]:
-    """What ``body(communicator, *args)`` returns on ranks that reach those of their own node by load and store only."""
+def on_nodes(nodes: Sequence[int], body: Callable[..., Any], *args: Any, target: Mapping[str, Any] | None = None,
+             **init: Any) -> list[Any]:  # fmt: skip
+    """What ``body(communicator, *args)`` returns on ranks that reach those of their own node by load and store only.
+
+    `target`: more options of `InterpretedTarget`.
+    """
 
     def run() -> Any:
-        with kernels_of("triton", network="remote", nodes=nodes), epcomm.init(timeout=30.0, **init) as comm:
+        options = {"network": "remote", "nodes": nodes, **(target or {})}
+        with kernels_of("triton", **options), epcomm.init(timeout=30.0, **init) as comm:
             delay_operations(comm, seed=comm.size, longest=0.0005)
             return body(comm, *args)
 

@@ -112,6 +112,11 @@ def test_more_channels_than_programs() -> None:
     on_nodes(WORLDS["1+2"], in_small_chunks, run_in_channels, sm_budget=3)
 
 
+def test_ranks_without_multiprocessors() -> None:
+    """The GPU's copy engines don't reach other nodes: kernels move data there."""
+    on_nodes(WORLDS["1+2"], in_small_chunks, check_rooted, MOVED[:1], target={"sm_budget": 0})
+
+
 def test_whole_chunks() -> None:
     """Of the size that chunks have, two per channel."""
 

@@ -20,7 +20,7 @@ from test_ep_failures import run_calls_that_differ, run_over_capacity
 from test_gpu_expert_parallel import run_failures
 from test_gpu_graphs import PADDED, run_replays
 from test_gpu_network import WORLDS, on_nodes, tell_late
-from test_hosts_expert_parallel import run_after_reset
+from test_hosts_expert_parallel import run_after_reset, run_by_node
 
 import epcomm
 from epcomm.errors import MismatchError
@@ -81,6 +81,14 @@ def test_quantized() -> None:
 @pytest.mark.parametrize("kind", KINDS_BY_TURNS, ids="-".join)
 def test_quantized_in_larger_worlds(nodes: list[int], kind: tuple[str, str]) -> None:
     on_nodes(nodes, run_quantized, [kind])
+
+
+# ---- rows once per node
+
+
+@pytest.mark.slow
+def test_by_node() -> None:
+    on_nodes(UNEVEN, run_by_node)
 
 
 # ---- captured calls

@@ -110,7 +110,7 @@ class Binder:
         reduction: tuple[torch.dtype, str] | None = None,
     ) -> Operation | CopyMove:
         """Data movement. `table`: send offsets, send bytes, receive offsets, receive bytes, each by peer."""
-        if self.runtime.target.copy_engine_bytes and reduction is None:
+        if self.runtime.target.copy_engine_bytes and reduction is None and not self.spans_hosts:
             return CopyMove(self.runtime, self.barrier(text), self._copies, table, max_pair_bytes, shared)
         args = self._block()
         memory = _private_words(self.runtime.target, itertools.chain(*table))
