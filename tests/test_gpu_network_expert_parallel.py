@@ -16,7 +16,7 @@ import test_ep_quantized_combine
 import torch
 from ep_cases import Case, Step, dispatched, in_all_kinds, round_trip
 from failure_cases import raised_by
-from test_ep_failures import run_calls_that_differ, run_over_capacity
+from test_ep_failures import run_over_capacity
 from test_gpu_expert_parallel import run_failures
 from test_gpu_graphs import PADDED, run_replays
 from test_gpu_network import WORLDS, on_nodes, tell_late
@@ -154,12 +154,6 @@ def test_calls_that_raise_the_same_words() -> None:
         for raised in found:
             assert type(raised.error) is MismatchError, raised
             assert "topk_weights=given" in raised.text and "topk_weights=None" in raised.text, raised
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [Case(), Case("latency", "flat")], ids=str)
-def test_calls_that_differ(case: Case) -> None:
-    on_nodes(ONE_EACH, run_calls_that_differ, case)
 
 
 def test_more_rows_than_there_is_room_for() -> None:
