@@ -101,6 +101,10 @@ def test_no_network_leaves_nothing(name: str) -> None:
 #: what each kernel with a network calls
 LINKED_CALLS = {
     "barrier": {"raise"},
+    "send": {"put", "raise", "quiet"},
+    "recv": {"raise"},
+    "exchange_network": {"put", "raise", "quiet"},
+    "allreduce_rails": {"put", "raise", "quiet"},
     "exchange_counts": {"put", "raise", "quiet"},
     "dispatch": {"put", "raise", "quiet"},
     "combine": {"put", "raise", "quiet"},

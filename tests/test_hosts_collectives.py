@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from collective_cases import FLOATS, addend, payload, reduced, same_bits
+from collective_cases import addend, payload, reduced, same_bits
 from collective_checks import (
     CHUNK,
     STREAMING,
@@ -19,6 +19,7 @@ from collective_checks import (
     check_reduce_scatter,
     check_reductions,
     check_rooted,
+    check_rounding,
     reduction_cases,
 )
 from failure_cases import Raised, raised_by, works
@@ -95,28 +96,9 @@ def test_calls_behind_one_another(hosts: list[int], port: int) -> None:
 # ---- rounding
 
 
-def check_rounding(comm: epcomm.Communicator, hosts: list[int]) -> list[bytes]:
-    """Sums are made on each host in rank order, then of the hosts' sums in their order, and rounded once."""
-    found = []
-    for dtype in FLOATS:
-        inputs = [
-            torch.randn(300_001, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(comm.size)
-        ]
-        wide = torch.float64 if dtype is torch.float64 else torch.float32
-        partial = []
-        for host in dict.fromkeys(hosts):
-            partial.append(sum(x.to(wide) for x, of in zip(inputs, hosts, strict=True) if of == host))
-        total = sum(partial)
-        assert isinstance(total, torch.Tensor)
-        check(comm, dtype, comm.allreduce(inputs[comm.rank]), total.to(dtype))
-        check(comm, (dtype, "avg"), comm.allreduce(inputs[comm.rank], "avg"), (total / comm.size).to(dtype))
-        found.append(bytes(comm.reduce_scatter(torch.stack([inputs[comm.rank]] * comm.size)).view(torch.uint8).numpy()))
-    return found
-
-
 @EVERY_WORLD
 def test_rounding(hosts: list[int], port: int) -> None:
-    results = on_hosts(hosts, port, check_rounding, hosts)
+    results = on_hosts(hosts, port, check_rounding, hosts, 300_001)
     assert all(result == results[0] for result in results)  # each rank's part had the same inputs
 
 

@@ -106,7 +106,8 @@ class Binder:
         size, rank, everyone = self.runtime.size, self.runtime.rank, range(self.runtime.size)
         most_members = max(map(self.runtime.nodes.count, self.runtime.nodes))
         scale = partial_dtype(dtype, op).itemsize // dtype.itemsize
-        if self.spans_hosts and is_scattered_by_rails(size * each, most_members, scale):
+        by_rails = self.spans_hosts and self.runtime.target.runs_on_threads  # GPUs have no such kernel yet
+        if by_rails and is_scattered_by_rails(size * each, most_members, scale):
             return self._reduction(text, size * each, dtype, op, "scattered_rails", -1, rank * each, each)
         table = [[to * each for to in everyone], [each] * size, [0] * size, [each] * size]
         return self.exchange(text, table, each, reduction=(dtype, op))
@@ -135,7 +136,7 @@ class Binder:
 
         `shared`: all that get anything from a rank get the same. `root`: all ranks get that one's bytes, and no others.
         """
-        if self.runtime.target.copy_engine_bytes and reduction is None:
+        if self.runtime.target.copy_engine_bytes and reduction is None and not self.spans_hosts:
             return CopyMove(self.runtime, self.barrier(text), self._copies, table, max_pair_bytes, shared)
         args = self._block()
         memory = _private_words(self.runtime.target, itertools.chain(*table))

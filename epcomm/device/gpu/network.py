@@ -40,7 +40,8 @@ def start_put(ctx, window, rank, to_offset, from_offset, num_bytes, NETWORK: tl.
 def raise_remote(ctx, window, rank, offset, value, NETWORK: tl.constexpr):
     """Raises a word of `rank`'s segment, after what this program put there before its last `quiet`.
 
-    One writer per word. (NVSHMEM and GIN order it after later puts, too; the software network doesn't, on purpose.)
+    One writer per word, whose values arrive in order; those of different words needn't. (NVSHMEM and GIN order it after
+    later puts, too; the software network doesn't, on purpose.)
     """
     if NETWORK == "nvshmem":
         nvshmem_raise_remote(ctx, window, rank, offset, value)

@@ -84,9 +84,12 @@ def link_arms(everything: bool = False) -> dict[str, Kernel]:
 def _network_arms(network: str, everything: bool) -> Iterator[Kernel]:
     kernels = GpuKernels()
     kernels.network = network
-    yield kernels.barrier()
+    yield from (kernels.barrier(), kernels.send(), kernels.recv(), kernels.exchange(_NOTHING, None, True))
+    yield kernels.reduce(_NOTHING, "rails", _BF16, "sum")
     if everything:
         yield from _expert_parallel_arms(kernels, QUANTIZED, COMBINES, QUANTIZED_COMBINES, False)
+        yield kernels.reduce(_NOTHING, "rails", _F32, "sum")
+        yield kernels.exchange(_NOTHING, (_BF16, "sum"), True)
     else:
         yield from (kernels.exchange_counts(256, 8), kernels.dispatch(256, 8, False))
         by_rank = kernels.combine(_NOTHING, COMBINES[0], 8, True, None)
@@ -114,6 +117,10 @@ def _arms(
         yield kernels.reduce(_NOTHING, "one_shot", *reduction)
         yield kernels.reduce(_NOTHING, "two_shot", *reduction)
         yield kernels.exchange(_NOTHING, reduction, False)
+    yield kernels.exchange(_NOTHING, None, True)
+    for reduction in reductions if everything else reductions[::5]:
+        yield kernels.reduce(_NOTHING, "rails", *reduction)
+        yield kernels.exchange(_NOTHING, reduction, True)
     for dtype, op in itertools.product(SWITCH_DTYPES, SWITCH_OPS):
         yield kernels.reduce(_NOTHING, "multimem", dtype, op)
 
