@@ -10,7 +10,7 @@ import torch
 from epcomm.collectives.bind import Binder
 from epcomm.collectives.ops import Collectives
 from epcomm.collectives.point_to_point import PointToPoint
-from epcomm.errors import ConfigError
+from epcomm.errors import ConfigError, EpcommError
 from epcomm.hub import Hub
 from epcomm.kernels.protocol.collectives import collective_regions
 from epcomm.kernels.target import Target
@@ -56,6 +56,10 @@ class Communicator:
     def abort(self, message: str = "abort() was called") -> None:
         """Fails the communicator: peers raise `PeerFailedError` quoting `message`."""
         self._runtime.abort(f"{message} (rank {self.rank})")
+
+    def reject(self, error: EpcommError) -> EpcommError:
+        """For code built on a communicator: an argument error, to be raised by the caller, which peers learn of too."""
+        return self._runtime.reject(error)
 
     def reset(self, timeout: float | None = None) -> None:
         """Collective: makes a failed communicator usable again, once every rank has left its failed operation.

@@ -133,9 +133,14 @@ class Turns:
         self._unfinished = Split(lambda: self._fifo.call(receive, False, second.text), second.text)
         return self._unfinished
 
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a split operation is not finished."""
+        return self._unfinished is not None
+
     def require_finished(self, operation: str) -> None:
         """Raises `ConfigError` if a split operation is not finished."""
-        if self._unfinished is not None:
+        if self.has_unfinished:
             raise self._not_finished(operation)
 
     def _not_finished(self, operation: str) -> EpcommError:

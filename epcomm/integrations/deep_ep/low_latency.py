@@ -1,0 +1,189 @@
+"""The low-latency half of DeepEP's `Buffer`: rows per local expert, which is epcomm's padded layout in latency mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from epcomm.communicator import Communicator
+from epcomm.integrations.deep_ep.connection import rejected
+from epcomm.integrations.deep_ep.events import EventOverlap, event_of
+from epcomm.integrations.deep_ep.handles import Handles
+from epcomm.moe.checks import describe
+from epcomm.moe.quantize import Float8
+
+Hook = Callable[[], None]
+
+
+class LowLatencyHandle:
+    """What `low_latency_dispatch` returns for the combine. It unpacks to the five things that DeepEP's handle has.
+
+    ``src_info`` int32 [local experts, size * max tokens]: each row's token number on its source rank (undefined past
+    the count); ``layout_range`` int64 [local experts, size]: the first row from each rank, times 2^32, plus how many.
+    """
+
+    def __init__(self, ep: Any, routing: Any, topk_idx: torch.Tensor, max_tokens: int, hidden: int, num_experts: int):
+        self.ep, self.routing, self.topk_idx = ep, routing, topk_idx
+        self.max_tokens, self.hidden, self.num_experts = max_tokens, hidden, num_experts
+        self.received: Any = None  # until the rows are there
+        self.combine_buffer: torch.Tensor | None = None  # that was handed out last
+
+    @property
+    def src_info(self) -> torch.Tensor:
+        return self.received.source_token
+
+    @property
+    def layout_range(self) -> torch.Tensor:
+        counts = self.routing.received_counts().T.long()
+        return ((counts.cumsum(dim=1) - counts) << 32) + counts
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from (self.src_info, self.layout_range, self.max_tokens, self.hidden, self.num_experts)
+
+    def __getitem__(self, number: int) -> Any:
+        return tuple(self)[number]
+
+
+class LowLatency:
+    """`low_latency_dispatch`, `low_latency_combine` and what belongs to them."""
+
+    communicator: Communicator
+    _handles: Handles
+
+    @torch.no_grad()
+    def low_latency_dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+        dispatch_wait_recv_cost_stats: torch.Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+    ) -> tuple[Any, torch.Tensor, LowLatencyHandle, EventOverlap, Hook | None]:
+        """Collective: sends each token once to each of its experts.
+
+        Args:
+            x: [num_tokens <= num_max_dispatch_tokens_per_rank, hidden]; with `use_fp8` of bfloat16, float16 or float32.
+            topk_idx: int32 or int64 [num_tokens, topk], -1 for no expert.
+            cumulative_local_expert_recv_stats: int32 [local experts], to which the counts are added.
+            dispatch_wait_recv_cost_stats: int64 [size], to which nanoseconds that rows were waited for are added.
+            use_fp8, round_scale, use_ue8m0: rows travel and arrive as float8_e4m3fn with a scale per 128 columns; the
+                scales are powers of two; or their exponents, four in an int32.
+            return_recv_hook: return once rows are sent. What is returned is filled when the hook is called.
+
+        Returns: rows [local experts, size * max tokens, hidden], each expert's from 0 on, ordered by source rank and
+        token, undefined past the count; with `use_fp8` (rows, scales), whose last two dimensions are column-major;
+        counts int32 [local experts]; a handle; an event; the hook, or None.
+        """
+        quantize = self._quantizer(use_fp8, round_scale, use_ue8m0)
+        ep = self._handles.of(
+            num_experts=num_experts, topk=topk_idx.shape[1], hidden=x.shape[1], dtype=x.dtype,
+            max_tokens=num_max_dispatch_tokens_per_rank, mode="latency", layout="padded",
+        )  # fmt: skip
+        routing = ep.route(topk_idx)
+        handle = LowLatencyHandle(ep, routing, topk_idx, num_max_dispatch_tokens_per_rank, x.shape[1], num_experts)
+        counts = torch.empty(len(ep.local_expert_ids), dtype=torch.int32, device=x.device)
+        out = None
+        if return_recv_hook:
+            shape = len(counts), ep.size * num_max_dispatch_tokens_per_rank
+            out = _memory_for(shape, x, quantize)
+
+        def arrived(received: Any) -> Any:
+            handle.received = received
+            counts.copy_(received.expert_counts)
+            if cumulative_local_expert_recv_stats is not None:
+                cumulative_local_expert_recv_stats.add_(counts)
+            return received.x
+
+        sent = ep.dispatch(x, routing, quantize=quantize, out=out, split=return_recv_hook)
+        if not return_recv_hook:
+            return arrived(sent), counts, handle, event_of(async_finish), None
+        return out, counts, handle, event_of(async_finish), lambda: arrived(sent.finish())
+
+    @torch.no_grad()
+    def low_latency_combine(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: LowLatencyHandle,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: torch.Tensor | None = None,
+        combine_wait_recv_cost_stats: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, EventOverlap, Hook | None]:
+        """Collective: brings the experts' outputs back and sums them, weighted.
+
+        Args:
+            x: [local experts, size * max tokens, hidden], rows as they were received; those past the counts are not
+                read. With `zero_copy` what `get_next_low_latency_combine_buffer` gave is taken instead.
+            topk_idx: what was given to the dispatch, in which slots may have become -1: they are left out.
+            topk_weights: floats [num_tokens, topk].
+            use_logfmt: has no effect: rows travel in x's dtype.
+            return_recv_hook: return once x is where the peers read it; the result is there when the hook is called.
+            out: [num_tokens, hidden] for the result.
+
+        Returns: [num_tokens, hidden] of x's (or out's) dtype, summed in float32, rounded once; an event; the hook, or
+        None.
+        """
+        where = "low_latency_combine"
+        is_left_out = topk_idx < 0
+        same = (topk_idx == handle.topk_idx) | is_left_out
+        if topk_idx.shape != handle.topk_idx.shape or (topk_idx.device.type == "cpu" and not same.all()):
+            wanted = "argument `topk_idx`: wanted the dispatch's, or -1 in some slots"
+            raise rejected(self.communicator, where, f"{wanted}, got other experts {describe(topk_idx)}")
+        if zero_copy:
+            if handle.combine_buffer is None:
+                wanted = "wanted a buffer of get_next_low_latency_combine_buffer(handle)"
+                raise rejected(self.communicator, where, f"argument `zero_copy`: {wanted}, got none")
+            x = handle.combine_buffer
+        if out is None:
+            out = torch.empty(handle.routing.num_tokens, x.shape[-1], dtype=x.dtype, device=x.device)
+        weights = topk_weights.masked_fill(is_left_out, 0)
+        sent = handle.ep.combine(x, handle.routing, weights, out=out, split=return_recv_hook)
+        if not return_recv_hook:
+            return out, event_of(async_finish), None
+        return out, event_of(async_finish), lambda: (sent.finish(), None)[1]
+
+    def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
+        """Memory [local experts, size * max tokens, hidden] that the combine of this handle reads in place.
+
+        Raises ConfigError before the rows of the handle's dispatch have arrived.
+        """
+        if handle.received is None:
+            wanted = "argument `handle`: wanted one whose receive hook was called, got one that was not"
+            raise rejected(self.communicator, "get_next_low_latency_combine_buffer", wanted)
+        handle.combine_buffer = handle.received.output_buffer()
+        return handle.combine_buffer
+
+    def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
+        """Does nothing: epcomm's modes share no memory."""
+
+    def _quantizer(self, use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> Float8 | None:
+        if not use_fp8:
+            return None
+        if use_ue8m0 and not round_scale:
+            text = "argument `round_scale`: wanted True with `use_ue8m0`, got False"
+            raise rejected(self.communicator, "low_latency_dispatch", text)
+        return Float8(round_scales_to_power_of_two=round_scale, packed_ue8m0=use_ue8m0, scale_layout="column")
+
+
+def _memory_for(shape: tuple[int, int], x: torch.Tensor, quantize: Float8 | None) -> Any:
+    """Memory, as yet undefined, for rows like x's that are delivered in this shape, and for their scales."""
+    if quantize is None:
+        return torch.empty(*shape, x.shape[1], dtype=x.dtype, device=x.device)
+    codes, scales = quantize.result_like(x)
+    laid_out = quantize.delivered(torch.empty(*shape, scales.shape[1], dtype=scales.dtype, device="meta"))
+    return (
+        torch.empty(*shape, codes.shape[1], dtype=codes.dtype, device=x.device),
+        torch.empty_strided(laid_out.shape, laid_out.stride(), dtype=scales.dtype, device=x.device),
+    )
