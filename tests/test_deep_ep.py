@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ep_cases import Case, Step, check_combined, check_raised, check_rows, on_ranks, require, spread
+from process_groups import with_process_group
 
 import epcomm
 from epcomm.errors import CapacityError, ClosedError, ConfigError
@@ -16,7 +17,6 @@ from epcomm.integrations import deep_ep
 from epcomm.integrations.deep_ep.high_throughput import combine_with_bias
 from epcomm.moe.quantize import Float8
 from epcomm.testing.oracle import combined, received_weights
-from epcomm.testing.ranks import run_ranks
 
 FLAT = Case(layout="flat", hidden=40, num_experts=7)  # 7 experts: not as many on each of 2 or 3 ranks
 CASES = [
@@ -191,34 +191,25 @@ def test_buffer_grows_with_its_calls_and_keeps_what_was_before() -> None:
 def test_buffers_of_a_process_group() -> None:
     """They share a communicator, and a handle outlives the buffer it was made with."""
 
-    def body(port: int) -> None:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        from epcomm.rendezvous import launched_rank
+    def body() -> None:
+        group = dist.group.WORLD
+        buffer = deep_ep.Buffer(group, 100, 200)
+        rank = dist.get_rank()
+        assert (buffer.group, buffer.rank, buffer.group_size) == (group, rank, 2)
+        step = Step(CASES[0], 2, 1)
+        *_, handle, _ = dispatched(buffer, step, step.x()[rank])
+        other = deep_ep.Buffer(group, 300, 200)
+        assert other.communicator is buffer.communicator
+        del buffer
+        y = step.y()
+        result, _, _ = other.combine(y[rank], handle)
+        check_combined("of another buffer", result, combined(step.exchange, rank, y), torch.bfloat16)
+        comm = other.communicator
+        other.destroy()
+        comm.close()
+        round_trip(deep_ep.Buffer(group), step)  # with a new one
 
-        launched = launched_rank.get()
-        assert launched is not None
-        dist.init_process_group("gloo", store=store, rank=launched.rank, world_size=2)
-        try:
-            group = dist.group.WORLD
-            buffer = deep_ep.Buffer(group, 100, 200)
-            assert (buffer.group, buffer.rank, buffer.group_size) == (group, launched.rank, 2)
-            step = Step(CASES[0], 2, 1)
-            *_, handle, _ = dispatched(buffer, step, step.x()[buffer.rank])
-            other = deep_ep.Buffer(group, 300, 200)
-            assert other.communicator is buffer.communicator
-            del buffer
-            y = step.y()
-            result, _, _ = other.combine(y[other.rank], handle)
-            check_combined("of another buffer", result, combined(step.exchange, other.rank, y), torch.bfloat16)
-            comm = other.communicator
-            other.destroy()
-            comm.close()
-            round_trip(deep_ep.Buffer(group), step)  # with a new one
-        finally:
-            dist.destroy_process_group()
-
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    run_ranks(body, 2, store.port)
+    with_process_group(2, body)
 
 
 def test_errors_keep_their_kind() -> None:
