@@ -1,4 +1,4 @@
-"""DeepEP's `Buffer`: what it is made of, sizes, streams, and its end. The operations are in two modules beside it."""
+"""DeepEP's `Buffer`: what it is made of, sizes, and raw memory. The operations are in two modules beside it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,13 @@ import torch
 
 from epcomm.errors import ConfigError
 from epcomm.integrations.deep_ep.config import Config
-from epcomm.integrations.deep_ep.connection import communicator_of, rejected
 from epcomm.integrations.deep_ep.events import EventHandle, EventOverlap
-from epcomm.integrations.deep_ep.handles import Handles
 from epcomm.integrations.deep_ep.high_throughput import HighThroughput
 from epcomm.integrations.deep_ep.low_latency import LowLatency
 
 
 class Buffer(HighThroughput, LowLatency):
     """High-throughput and low-latency dispatch and combine with DeepEP's arguments and results.
-
-    Buffers of one group share a communicator, ``communicator``, which lives as long as the group. After an error it is
-    failed until all ranks call ``buffer.communicator.reset()``.
 
     Attributes: ``rank``, ``group``, ``group_size``, ``num_nvl_bytes``, ``num_rdma_bytes``, ``low_latency_mode``,
     ``explicitly_destroy``, ``enable_shrink``.
@@ -44,24 +39,16 @@ class Buffer(HighThroughput, LowLatency):
         comm: Any = None,
         device: Any = None,
     ):
-        """Collective. Memory is taken by the calls, as they need it: the sizes are kept, and what names links or queues
-        has no effect.
+        """Collective: see `ConnectedBuffer` for `group`, `comm` and `device`.
 
-        Args:
-            group: a `torch.distributed.ProcessGroup`, or an epcomm `Communicator`.
-            device: of the tensors; default: the current CUDA device if there is one, else "cpu".
+        The sizes are kept as attributes; what names links or queues has no effect.
         """
-        self.communicator = communicator_of(group, comm, device)
-        self.group, self.rank, self.group_size = group, self.communicator.rank, self.communicator.size
+        super().__init__(group, comm, device)
+        self.rank, self.group_size = self.communicator.rank, self.communicator.size
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode = low_latency_mode
         self.explicitly_destroy, self.enable_shrink = explicitly_destroy, enable_shrink
-        self._handles = Handles(self.communicator)
         self._scratch: dict[bool, torch.Tensor] = {}
-
-    def destroy(self) -> None:
-        """Collective: frees the buffer's memory. Idempotent. What was received stays valid."""
-        self._handles.close()
 
     # ---- tuning, of which epcomm takes nothing from the caller
 
@@ -95,16 +82,12 @@ class Buffer(HighThroughput, LowLatency):
         rows = -(-num_experts // num_ranks) * num_ranks * num_max_dispatch_tokens_per_rank
         return 2 * rows * hidden * 2
 
-    # ---- streams and raw memory
+    # ---- an event, raw memory
 
     @staticmethod
     def capture() -> EventOverlap:
         """An event of the current stream."""
         return EventOverlap(EventHandle())
-
-    def get_comm_stream(self) -> Any:
-        """The current stream, which operations run on."""
-        return torch.get_device_module(self.communicator.device).current_stream()
 
     def get_local_buffer_tensor(
         self,
@@ -128,5 +111,5 @@ class Buffer(HighThroughput, LowLatency):
         if offset < 0 or offset + math.prod(shape) > len(whole):
             wanted = f"wanted at most {len(whole)} elements of {dtype}"
             got = f"got {shape} at offset {offset}"
-            raise rejected(self.communicator, "get_local_buffer_tensor", f"argument `size`: {wanted}, {got}")
+            raise self._rejected("get_local_buffer_tensor", f"argument `size`: {wanted}, {got}")
         return whole[offset : offset + math.prod(shape)].view(shape)

@@ -1,4 +1,4 @@
-"""From a process group to the communicator that its buffers share, and how an argument error is raised there."""
+"""From a process group to the communicator that its buffers share, and what all kinds of buffers have."""
 
 from __future__ import annotations
 
@@ -10,19 +10,45 @@ import torch
 from epcomm.communicator import Communicator
 from epcomm.errors import ConfigError, EpcommError, UnsupportedError
 from epcomm.initialize import init
+from epcomm.integrations.deep_ep.handles import Handles
 
 # it lives as long as its group: buffers come and go, and who drops one last differs from rank to rank
 _communicators: weakref.WeakKeyDictionary[Any, Communicator] = weakref.WeakKeyDictionary()
 
 
-def communicator_of(group: Any, comm: Any = None, device: Any = None) -> Communicator:
-    """Collective for the first buffer of a group: the communicator of its ranks.
+class ConnectedBuffer:
+    """A buffer's communicator and handles. Its memory is taken by its calls, as they need it.
 
-    Args:
-        group: a `torch.distributed.ProcessGroup`, or an epcomm `Communicator`.
-        comm: DeepEP's alternative, an MPI communicator: not supported.
-        device: of the tensors; default: the current CUDA device if there is one, else "cpu".
+    Buffers of one group share a communicator, ``communicator``, which lives as long as the group. After an error it is
+    failed until all ranks call ``buffer.communicator.reset()``.
     """
+
+    def __init__(self, group: Any, comm: Any = None, device: Any = None):
+        """Collective for the first buffer of a group.
+
+        Args:
+            group: a `torch.distributed.ProcessGroup`, or an epcomm `Communicator`.
+            comm: DeepEP's alternative, an MPI communicator: not supported.
+            device: of the tensors; default: the current CUDA device if there is one, else "cpu".
+        """
+        self.group, self.communicator = group, _communicator_of(group, comm, device)
+        self._handles = Handles(self.communicator)
+
+    def destroy(self) -> None:
+        """Collective: frees the buffer's memory. Idempotent. What was received stays valid."""
+        self._handles.close()
+
+    def get_comm_stream(self) -> Any:
+        """The current stream, which operations run on."""
+        return torch.get_device_module(self.communicator.device).current_stream()
+
+    def _rejected(self, operation: str, text: str, kind: type[EpcommError] = ConfigError) -> EpcommError:
+        """An error to raise because of an argument, before anything was sent; the peers raise, too."""
+        comm = self.communicator
+        return comm.reject(kind(f"rank {comm.rank}: {operation}: {text}"))
+
+
+def _communicator_of(group: Any, comm: Any, device: Any) -> Communicator:
     if isinstance(group, Communicator):
         return group
     if group is None:
@@ -35,8 +61,3 @@ def communicator_of(group: Any, comm: Any = None, device: Any = None) -> Communi
             device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
         found = _communicators[group] = init(group, device=device)
     return found
-
-
-def rejected(comm: Communicator, operation: str, text: str, kind: type[EpcommError] = ConfigError) -> EpcommError:
-    """An error to raise because of an argument, before anything was sent; the peers raise, too."""
-    return comm.reject(kind(f"rank {comm.rank}: {operation}: {text}"))

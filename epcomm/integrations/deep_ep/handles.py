@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from epcomm.communicator import Communicator
+from epcomm.moe.autograd import flat
 
 
 class Handles:
@@ -61,7 +61,8 @@ class Handles:
             ep.close()
 
 
-def bytes_per_row(tensors: Sequence[torch.Tensor], topk: int) -> int:
-    """What a dispatch of such tensors, and a combine in 16 bits with `topk` weights, need per row."""
+def bytes_per_row(x: Any, topk: int) -> int:
+    """What a dispatch of x, and a combine in 16 bits with `topk` weights, need per row."""
+    tensors = flat(x)
     moved = sum(tensor.shape[-1] * tensor.element_size() for tensor in tensors)
     return max(moved, 2 * tensors[0].shape[-1]) + 4 * topk

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from epcomm.communicator import Communicator
 from epcomm.integrations.deep_ep.config import Config
-from epcomm.integrations.deep_ep.connection import rejected
+from epcomm.integrations.deep_ep.connection import ConnectedBuffer
 from epcomm.integrations.deep_ep.events import EventOverlap, event_of, wait_for
-from epcomm.integrations.deep_ep.handles import Handles, bytes_per_row
+from epcomm.integrations.deep_ep.handles import bytes_per_row
+from epcomm.moe.autograd import flat
 from epcomm.moe.checks import describe
 from epcomm.moe.config import even_owner
 
@@ -26,11 +26,8 @@ class DispatchHandle:
     routing: Any
 
 
-class HighThroughput:
+class HighThroughput(ConnectedBuffer):
     """`get_dispatch_layout`, `dispatch` and `combine`."""
-
-    communicator: Communicator
-    _handles: Handles
 
     @torch.no_grad()
     def get_dispatch_layout(
@@ -56,11 +53,11 @@ class HighThroughput:
         wait_for(previous_event)
         if topk_idx.dim() != 2 or topk_idx.dtype not in (torch.int32, torch.int64):
             wanted = "argument `topk_idx`: wanted int32 or int64 [num_tokens, topk]"
-            raise rejected(comm, "get_dispatch_layout", f"{wanted}, got {describe(topk_idx)}")
+            raise self._rejected("get_dispatch_layout", f"{wanted}, got {describe(topk_idx)}")
         bad = (topk_idx < -1) | (topk_idx >= num_experts)
         if comm.device.type == "cpu" and bad.any():
             wanted = f"argument `topk_idx`: wanted -1 or 0 to {num_experts - 1}"
-            raise rejected(comm, "get_dispatch_layout", f"{wanted}, got {topk_idx[bad][0].item()}")
+            raise self._rejected("get_dispatch_layout", f"{wanted}, got {topk_idx[bad][0].item()}")
         # one more than there are: -1 counts there
         owner = torch.tensor([*even_owner(num_experts, comm.size), comm.size], device=topk_idx.device)
         experts = topk_idx.long() % (num_experts + 1)
@@ -115,7 +112,7 @@ class HighThroughput:
             return handle.ep.dispatch(x, handle.routing).x, None, None, None, None, event_of(async_finish)
         if num_tokens_per_expert is None or is_token_in_rank is None:
             wanted = "wanted `num_tokens_per_expert` and `is_token_in_rank`, or `handle`, got none of them"
-            raise rejected(self.communicator, "dispatch", wanted)
+            raise self._rejected("dispatch", wanted)
         index, num_experts = topk_idx, len(num_tokens_per_expert)
         if index is None:  # to go to a rank is to go to an expert there
             num_experts = self.communicator.size
@@ -159,12 +156,12 @@ class HighThroughput:
 
     def _flat(self, x: Any, num_experts: int, topk: int, num_worst_tokens: int) -> Any:
         """The handle for a dispatch that is not along an earlier routing."""
-        row_bytes = bytes_per_row(x if isinstance(x, (tuple, list)) else (x,), topk)
+        row_bytes = bytes_per_row(x, topk)
         options = dict(num_experts=num_experts, topk=topk, layout="flat")
         if num_worst_tokens:  # says all that has to be known, so nothing is exchanged
             most = dict(max_tokens=num_worst_tokens, max_recv_rows=num_worst_tokens, host_sync=False)
             return self._handles.of(**options, **most, hidden=row_bytes, dtype=torch.uint8)
-        return self._handles.fitting(len(x[0]) if isinstance(x, (tuple, list)) else len(x), row_bytes, **options)
+        return self._handles.fitting(len(flat(x)[0]), row_bytes, **options)
 
     def _own_share(self, num_tokens_per_expert: torch.Tensor) -> list[int]:
         """What all ranks have for this rank's experts."""
@@ -183,7 +180,7 @@ def combine_with_bias(
         wide = torch.float64 if x.dtype is torch.float64 else torch.float32
         sums = [torch.empty(routing.num_tokens, row.shape[-1], dtype=wide, device=row.device) for row in rows]
         combined = list(ep.combine(rows, routing, out=tuple(sums)))
-        for addend in bias if isinstance(bias, (tuple, list)) else (bias,):
+        for addend in flat(bias):
             combined[0] += addend
         combined[0] = combined[0].to(x.dtype)
     return combined[0], None if topk_weights is None else combined[1]

@@ -7,10 +7,8 @@ from typing import Any
 
 import torch
 
-from epcomm.communicator import Communicator
-from epcomm.integrations.deep_ep.connection import rejected
+from epcomm.integrations.deep_ep.connection import ConnectedBuffer
 from epcomm.integrations.deep_ep.events import EventOverlap, event_of
-from epcomm.integrations.deep_ep.handles import Handles
 from epcomm.moe.checks import describe
 from epcomm.moe.quantize import Float8
 
@@ -46,11 +44,8 @@ class LowLatencyHandle:
         return tuple(self)[number]
 
 
-class LowLatency:
+class LowLatency(ConnectedBuffer):
     """`low_latency_dispatch`, `low_latency_combine` and what belongs to them."""
-
-    communicator: Communicator
-    _handles: Handles
 
     @torch.no_grad()
     def low_latency_dispatch(
@@ -140,11 +135,11 @@ class LowLatency:
         same = (topk_idx == handle.topk_idx) | is_left_out
         if topk_idx.shape != handle.topk_idx.shape or (topk_idx.device.type == "cpu" and not same.all()):
             wanted = "argument `topk_idx`: wanted the dispatch's, or -1 in some slots"
-            raise rejected(self.communicator, where, f"{wanted}, got other experts {describe(topk_idx)}")
+            raise self._rejected(where, f"{wanted}, got other experts {describe(topk_idx)}")
         if zero_copy:
             if handle.combine_buffer is None:
                 wanted = "wanted a buffer of get_next_low_latency_combine_buffer(handle)"
-                raise rejected(self.communicator, where, f"argument `zero_copy`: {wanted}, got none")
+                raise self._rejected(where, f"argument `zero_copy`: {wanted}, got none")
             x = handle.combine_buffer
         if out is None:
             out = torch.empty(handle.routing.num_tokens, x.shape[-1], dtype=x.dtype, device=x.device)
@@ -161,7 +156,7 @@ class LowLatency:
         """
         if handle.received is None:
             wanted = "argument `handle`: wanted one whose receive hook was called, got one that was not"
-            raise rejected(self.communicator, "get_next_low_latency_combine_buffer", wanted)
+            raise self._rejected("get_next_low_latency_combine_buffer", wanted)
         handle.combine_buffer = handle.received.output_buffer()
         return handle.combine_buffer
 
@@ -173,7 +168,7 @@ class LowLatency:
             return None
         if use_ue8m0 and not round_scale:
             text = "argument `round_scale`: wanted True with `use_ue8m0`, got False"
-            raise rejected(self.communicator, "low_latency_dispatch", text)
+            raise self._rejected("low_latency_dispatch", text)
         return Float8(round_scales_to_power_of_two=round_scale, packed_ue8m0=use_ue8m0, scale_layout="column")
 
 
