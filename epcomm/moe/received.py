@@ -142,6 +142,11 @@ class Received:
         aligned = self._aligned(self.routing.received_counts().sum(dim=0, dtype=torch.int64))
         return torch.nn.functional.pad(aligned.cumsum(0), (1, 0))
 
+    @property
+    def own_rows_needed(self) -> torch.Tensor:
+        """int64, on the device: the rows that this rank would have, were none dropped; contiguous only."""
+        return self._all_offsets()[-1]
+
     @cached_property
     def expert_offsets(self) -> torch.Tensor | None:
         """int32 [local experts + 1]: aligned first row of each local expert, then all rows; contiguous only."""

@@ -53,9 +53,11 @@ def dense(x: torch.Tensor, gate: torch.Tensor, w1: torch.Tensor, w2: torch.Tenso
 
 
 def dispatcher(backend: str) -> Any:
+    from megatron.core.transformer.moe.fused_a2a import reset_hybrid_ep_buffer
     from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    reset_hybrid_ep_buffer()  # Megatron keeps one; this process may have been a rank of another group
     rank, size = dist.get_rank(), dist.get_world_size()
     alone = [dist.new_group([member]) for member in range(size)][rank]
     config = TransformerConfig(

@@ -12,9 +12,20 @@ from epcomm.integrations.deep_ep.buffer import Buffer
 from epcomm.integrations.deep_ep.config import Config
 from epcomm.integrations.deep_ep.elastic import ElasticBuffer, EPHandle
 from epcomm.integrations.deep_ep.events import EventHandle, EventOverlap
+from epcomm.integrations.deep_ep.hybrid import HybridEPBuffer
 from epcomm.integrations.deep_ep.install import install
 
 #: of expert indices; int32 is accepted, too
 topk_idx_t = torch.int64
 
-__all__ = ["Buffer", "Config", "EPHandle", "ElasticBuffer", "EventHandle", "EventOverlap", "install", "topk_idx_t"]
+__all__ = [
+    "Buffer",
+    "Config",
+    "EPHandle",
+    "ElasticBuffer",
+    "EventHandle",
+    "EventOverlap",
+    "HybridEPBuffer",
+    "install",
+    "topk_idx_t",
+]
