@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -185,6 +186,39 @@ def test_both_modes_in_one_buffer_and_results_that_stay() -> None:
             check_rows(step, rank, got, step.x())
 
     on_ranks(2, body)
+
+
+def test_statistics_name_the_rank_that_was_waited_for() -> None:
+    """Rank 2 is late in every dispatch and in every combine, and the others' time goes there."""
+
+    def body(comm: epcomm.Communicator) -> float:
+        late, rank, buffer, longest = 0.3, comm.rank, deep_ep.Buffer(comm), 0.0
+        step = Step(replace(PADDED, gate="uniform"), comm.size, 0)
+        round_trip(buffer, step, True)  # makes the handle, which is waiting, too
+
+        def timed(call: Any, stats: torch.Tensor) -> Any:
+            nonlocal longest
+            comm.barrier()
+            time.sleep(late * (rank == 2))
+            began = time.monotonic_ns()
+            result = call()
+            took = time.monotonic_ns() - began
+            waited = stats - 1000
+            assert waited.min() >= 0 and waited[rank] == 0 and waited.sum() <= took
+            if rank != 2 and took > late / 2 * 1e9:  # else this rank was late, too
+                assert waited[2] > took / 2, (waited, took)
+                longest = max(longest, took * 1e-9)
+            return result
+
+        for hooked in (False, True, False):
+            of_dispatch, of_combine = torch.full((2, comm.size), 1000, dtype=torch.int64)
+            options = dict(use_fp8=False, dispatch_wait_recv_cost_stats=of_dispatch)
+            _, _, handle = timed(lambda: dispatched(buffer, step, step.x()[rank], hooked, **options), of_dispatch)  # noqa: B023
+            options = dict(combine_wait_recv_cost_stats=of_combine)
+            timed(lambda: combine(buffer, step, step.y()[rank], handle, hooked, **options), of_combine)  # noqa: B023
+        return longest
+
+    assert max(on_ranks(3, body, longest=0)[:2]) > 0.15
 
 
 def test_errors_keep_their_kind() -> None:

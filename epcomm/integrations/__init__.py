@@ -1,1 +1,1 @@
-"""Surfaces of other libraries on epcomm: each lets code that was written for one of them run on it."""
+"""epcomm in other frameworks: a module or package for each, which nothing else imports."""

@@ -1,8 +1,9 @@
 """vLLM's own DeepEP classes inside its `FusedMoEKernel`, unmodified, on CPUs: against a dense layer.
 
-`DeepEPHTPrepareAndFinalize` and `DeepEPLLPrepareAndFinalize` run on `epcomm.integrations.deep_ep`. The experts are
-vLLM's `NaiveBatchedExperts` where rows come per expert. Where they come per token they are this test's: vLLM's for CPUs
-take no map of experts. `make test-integrations` runs this in an environment that has vLLM.
+`DeepEPHTPrepareAndFinalize`, `DeepEPLLPrepareAndFinalize` and `DeepEPV2PrepareAndFinalize` (its prefill; decode needs
+Triton) run on `epcomm.integrations.deep_ep`. The experts are vLLM's `NaiveBatchedExperts` where rows come per expert;
+else they are this test's, as vLLM's for CPUs take no map of experts. `make test-integrations` runs this in an
+environment that has vLLM.
 """
 
 from __future__ import annotations
@@ -85,11 +86,13 @@ def kernels(config: Any) -> dict[str, Any]:
     from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
     from vllm.model_executor.layers.fused_moe.prepare_finalize.deepep_ht import DeepEPHTPrepareAndFinalize
     from vllm.model_executor.layers.fused_moe.prepare_finalize.deepep_ll import DeepEPLLPrepareAndFinalize
+    from vllm.model_executor.layers.fused_moe.prepare_finalize.deepep_v2 import DeepEPV2PrepareAndFinalize
 
     batched._is_capturing_or_compiling = lambda: False  # it asks the accelerator, and there is none
     size = dist.get_world_size()
     first = dist.get_rank() * NUM_EXPERTS // size
     buffer = deep_ep.Buffer(dist.group.WORLD, low_latency_mode=True)
+    elastic = deep_ep.ElasticBuffer(dist.group.WORLD, num_max_tokens_per_rank=MAX_TOKENS, hidden=HIDDEN, num_topk=TOPK)
     by_token = experts_of_rows(kernel)(config, FUSED_MOE_UNQUANTIZED_CONFIG)
 
     def by_expert() -> Any:
@@ -102,6 +105,9 @@ def kernels(config: Any) -> dict[str, Any]:
         "low latency": kernel.FusedMoEKernel(DeepEPLLPrepareAndFinalize(buffer, MAX_TOKENS, size), by_expert()),
         "low latency, float8": kernel.FusedMoEKernel(
             DeepEPLLPrepareAndFinalize(buffer, MAX_TOKENS, size, use_fp8_dispatch=True), by_expert()
+        ),
+        "elastic": kernel.FusedMoEKernel(
+            DeepEPV2PrepareAndFinalize(elastic, size, size, first, NUM_EXPERTS, TOPK), by_token
         ),
     }
 
@@ -159,7 +165,6 @@ def run() -> dict[str, float]:
 @pytest.mark.parametrize("world", [2, 3])
 def test_fused_moe_kernel(world: int) -> None:
     for errors in with_process_group(world, run, timeout=240.0):
-        assert set(errors) == {"high throughput", "low latency", "low latency, float8"}
         # bfloat16 has 8 bits, and is rounded to between the layer's steps; float8_e4m3fn has 4
-        assert errors["high throughput"] < 2**-6 and errors["low latency"] < 2**-6, errors
-        assert errors["low latency, float8"] < 2**-3, errors
+        bounds = {"high throughput": 2**-6, "low latency": 2**-6, "low latency, float8": 2**-3, "elastic": 2**-6}
+        assert set(errors) == set(bounds) and all(errors[kind] < bound for kind, bound in bounds.items()), errors

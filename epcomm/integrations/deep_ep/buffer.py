@@ -43,11 +43,11 @@ class Buffer(HighThroughput, LowLatency):
 
         The sizes are kept as attributes; what names links or queues has no effect.
         """
-        super().__init__(group, comm, device)
+        super().__init__(group, comm, device, enable_shrink)
         self.rank, self.group_size = self.communicator.rank, self.communicator.size
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode = low_latency_mode
-        self.explicitly_destroy, self.enable_shrink = explicitly_destroy, enable_shrink
+        self.explicitly_destroy = explicitly_destroy
         self._scratch: dict[bool, torch.Tensor] = {}
 
     # ---- tuning, of which epcomm takes nothing from the caller

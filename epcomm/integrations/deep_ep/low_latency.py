@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from epcomm.integrations.deep_ep.connection import ConnectedBuffer
 from epcomm.integrations.deep_ep.events import EventOverlap, event_of
+from epcomm.integrations.deep_ep.members import MaskableBuffer, Members
+from epcomm.moe.autograd import flat
 from epcomm.moe.checks import describe
 from epcomm.moe.quantize import Float8
 
@@ -22,19 +24,27 @@ class LowLatencyHandle:
     the count); ``layout_range`` int64 [local experts, size]: the first row from each rank, times 2^32, plus how many.
     """
 
-    def __init__(self, ep: Any, routing: Any, topk_idx: torch.Tensor, max_tokens: int, hidden: int, num_experts: int):
-        self.ep, self.routing, self.topk_idx = ep, routing, topk_idx
-        self.max_tokens, self.hidden, self.num_experts = max_tokens, hidden, num_experts
+    def __init__(self, members: Members, routing: Any, topk_idx: torch.Tensor, sizes: tuple[int, int, int]):
+        self.members, self.routing, self.topk_idx = members, routing, topk_idx
+        self.max_tokens, self.hidden, self.num_experts = sizes
         self.received: Any = None  # until the rows are there
         self.combine_buffer: torch.Tensor | None = None  # that was handed out last
 
     @property
+    def num_rows(self) -> int:
+        """Of each expert: as many as all of the group's ranks could send, masked or not."""
+        return self.members.group_size * self.max_tokens
+
+    @property
     def src_info(self) -> torch.Tensor:
-        return self.received.source_token
+        tokens = self.received.source_token
+        return torch.nn.functional.pad(tokens, (0, self.num_rows - tokens.shape[1]))
 
     @property
     def layout_range(self) -> torch.Tensor:
-        counts = self.routing.received_counts().T.long()
+        received = self.routing.received_counts().T
+        counts = received.new_zeros(len(received), self.members.group_size, dtype=torch.int64)
+        counts[:, list(self.members.ranks)] = received.long()
         return ((counts.cumsum(dim=1) - counts) << 32) + counts
 
     def __iter__(self) -> Iterator[Any]:
@@ -44,7 +54,7 @@ class LowLatencyHandle:
         return tuple(self)[number]
 
 
-class LowLatency(ConnectedBuffer):
+class LowLatency(MaskableBuffer):
     """`low_latency_dispatch`, `low_latency_combine` and what belongs to them."""
 
     @torch.no_grad()
@@ -68,7 +78,7 @@ class LowLatency(ConnectedBuffer):
             x: [num_tokens <= num_max_dispatch_tokens_per_rank, hidden]; with `use_fp8` of bfloat16, float16 or float32.
             topk_idx: int32 or int64 [num_tokens, topk], -1 for no expert.
             cumulative_local_expert_recv_stats: int32 [local experts], to which the counts are added.
-            dispatch_wait_recv_cost_stats: int64 [size], to which nanoseconds that rows were waited for are added.
+            dispatch_wait_recv_cost_stats: int64 [size], to which nanoseconds are added that each rank was waited for.
             use_fp8, round_scale, use_ue8m0: rows travel and arrive as float8_e4m3fn with a scale per 128 columns; the
                 scales are powers of two; or their exponents, four in an int32.
             return_recv_hook: return once rows are sent. What is returned is filled when the hook is called.
@@ -78,29 +88,41 @@ class LowLatency(ConnectedBuffer):
         counts int32 [local experts]; a handle; an event; the hook, or None.
         """
         quantize = self._quantizer(use_fp8, round_scale, use_ue8m0)
-        ep = self._handles.of(
-            num_experts=num_experts, topk=topk_idx.shape[1], hidden=x.shape[1], dtype=x.dtype,
+        members = self._membership.current()
+        ep = members.handles.of(
+            **members.placement(num_experts), topk=topk_idx.shape[1], hidden=x.shape[1], dtype=x.dtype,
             max_tokens=num_max_dispatch_tokens_per_rank, mode="latency", layout="padded",
         )  # fmt: skip
-        routing = ep.route(topk_idx)
-        handle = LowLatencyHandle(ep, routing, topk_idx, num_max_dispatch_tokens_per_rank, x.shape[1], num_experts)
+        routing = ep.route(members.index(topk_idx, num_experts))
+        sizes = num_max_dispatch_tokens_per_rank, x.shape[1], num_experts
+        handle = LowLatencyHandle(members, routing, topk_idx, sizes)
         counts = torch.empty(len(ep.local_expert_ids), dtype=torch.int32, device=x.device)
         out = None
-        if return_recv_hook:
-            shape = len(counts), ep.size * num_max_dispatch_tokens_per_rank
-            out = _memory_for(shape, x, quantize)
+        if return_recv_hook or not members.is_whole:
+            out = _memory_for((len(counts), handle.num_rows), x, quantize)
 
         def arrived(received: Any) -> Any:
             handle.received = received
             counts.copy_(received.expert_counts)
             if cumulative_local_expert_recv_stats is not None:
                 cumulative_local_expert_recv_stats.add_(counts)
-            return received.x
+            if members.is_whole:
+                return received.x
+            for whole, part in zip(flat(out), flat(received.x)):
+                whole[:, : part.shape[1]] = part
+            return out
 
-        sent = ep.dispatch(x, routing, quantize=quantize, out=out, split=return_recv_hook)
+        options = dict(quantize=quantize, out=out if members.is_whole else None, split=return_recv_hook)
+        with _waiting(members, dispatch_wait_recv_cost_stats):
+            sent = ep.dispatch(x, routing, **options)
         if not return_recv_hook:
             return arrived(sent), counts, handle, event_of(async_finish), None
-        return out, counts, handle, event_of(async_finish), lambda: arrived(sent.finish())
+
+        def hook() -> None:
+            with _waiting(members, dispatch_wait_recv_cost_stats):
+                arrived(sent.finish())
+
+        return out, counts, handle, event_of(async_finish), hook
 
     @torch.no_grad()
     def low_latency_combine(
@@ -126,6 +148,7 @@ class LowLatency(ConnectedBuffer):
             use_logfmt: has no effect: rows travel in x's dtype.
             return_recv_hook: return once x is where the peers read it; the result is there when the hook is called.
             out: [num_tokens, hidden] for the result.
+            combine_wait_recv_cost_stats: int64 [size], see `low_latency_dispatch`.
 
         Returns: [num_tokens, hidden] of x's (or out's) dtype, summed in float32, rounded once; an event; the hook, or
         None.
@@ -144,10 +167,18 @@ class LowLatency(ConnectedBuffer):
         if out is None:
             out = torch.empty(handle.routing.num_tokens, x.shape[-1], dtype=x.dtype, device=x.device)
         weights = topk_weights.masked_fill(is_left_out, 0)
-        sent = handle.ep.combine(x, handle.routing, weights, out=out, split=return_recv_hook)
+        ep, members = handle.routing.ep, handle.members
+        rows = x[:, : ep.size * handle.max_tokens]
+        with _waiting(members, combine_wait_recv_cost_stats):
+            sent = ep.combine(rows, handle.routing, weights, out=out, split=return_recv_hook)
         if not return_recv_hook:
             return out, event_of(async_finish), None
-        return out, event_of(async_finish), lambda: (sent.finish(), None)[1]
+
+        def hook() -> None:
+            with _waiting(members, combine_wait_recv_cost_stats):
+                sent.finish()
+
+        return out, event_of(async_finish), hook
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
         """Memory [local experts, size * max tokens, hidden] that the combine of this handle reads in place.
@@ -157,8 +188,11 @@ class LowLatency(ConnectedBuffer):
         if handle.received is None:
             wanted = "argument `handle`: wanted one whose receive hook was called, got one that was not"
             raise self._rejected("get_next_low_latency_combine_buffer", wanted)
-        handle.combine_buffer = handle.received.output_buffer()
-        return handle.combine_buffer
+        buffer = handle.received.output_buffer()
+        if not handle.members.is_whole:  # it has other rows
+            buffer = buffer.new_empty(len(buffer), handle.num_rows, buffer.shape[2])
+        handle.combine_buffer = buffer
+        return buffer
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
         """Does nothing: epcomm's modes share no memory."""
@@ -170,6 +204,16 @@ class LowLatency(ConnectedBuffer):
             text = "argument `round_scale`: wanted True with `use_ue8m0`, got False"
             raise self._rejected("low_latency_dispatch", text)
         return Float8(round_scales_to_power_of_two=round_scale, packed_ue8m0=use_ue8m0, scale_layout="column")
+
+
+@contextmanager
+def _waiting(members: Members, stats: torch.Tensor | None) -> Iterator[None]:
+    """Adds to `stats`, if there are any, how long each rank is waited for."""
+    before = None if stats is None else members.communicator.waited
+    yield
+    if stats is not None:
+        waited = torch.tensor(members.communicator.waited) - torch.tensor(before)
+        stats[list(members.ranks)] += waited.to(stats)
 
 
 def _memory_for(shape: tuple[int, int], x: torch.Tensor, quantize: Float8 | None) -> Any:
