@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ep_cases import Case, Step, check_combined, check_raised, check_rows, on_ranks, require, spread
-from process_groups import with_process_group
+from gloo_ranks import with_process_group
 
 import epcomm
 from epcomm.errors import CapacityError, ClosedError, ConfigError
@@ -173,7 +173,7 @@ def test_high_throughput(world: int) -> None:
 def test_buffer_grows_with_its_calls_and_keeps_what_was_before() -> None:
     def body(comm: epcomm.Communicator) -> None:
         buffer, kept = deep_ep.Buffer(comm), []
-        for number, max_tokens in enumerate((1, 3, 2, 40, 7, 40)):
+        for number, max_tokens in enumerate((1, 3, 200, 40, 300)):
             step = Step(replace(FLAT, max_tokens=max_tokens, hidden=8 + number), comm.size, number)
             *_, handle, _ = dispatched(buffer, step, spread(step.x()[comm.rank]))
             kept.append((step, handle))
@@ -181,8 +181,6 @@ def test_buffer_grows_with_its_calls_and_keeps_what_was_before() -> None:
                 y = earlier.y()
                 result, _, _ = buffer.combine(y[comm.rank], old)
                 check_combined(earlier, result, combined(earlier.exchange, comm.rank, y), torch.bfloat16)
-        # handles for 1, 4 and 64 tokens; wider rows made new ones only where there wasn't one of as many tokens
-        assert len(buffer._handles._all) <= 6
         buffer.destroy()
 
     on_ranks(2, body)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ep_cases import check_combined, check_rows, on_ranks, require
-from process_groups import with_process_group
+from gloo_ranks import with_process_group
 from test_deep_ep_low_latency import PADDED, Step, check_handle, combine, dispatched, round_trip
 
 import epcomm

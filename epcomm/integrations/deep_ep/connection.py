@@ -1,19 +1,15 @@
-"""From a process group to the communicator that its buffers share, and what all kinds of buffers have."""
+"""What all kinds of buffers have: the communicator of a process group, and handles of their own."""
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
 
 from epcomm.communicator import Communicator
 from epcomm.errors import ConfigError, EpcommError, UnsupportedError
-from epcomm.initialize import init
-from epcomm.integrations.deep_ep.handles import Handles
-
-# it lives as long as its group: buffers come and go, and who drops one last differs from rank to rank
-_communicators: weakref.WeakKeyDictionary[Any, Communicator] = weakref.WeakKeyDictionary()
+from epcomm.integrations.deep_ep.handles import BufferHandles
+from epcomm.integrations.groups import handles_of
 
 
 class ConnectedBuffer:
@@ -32,7 +28,7 @@ class ConnectedBuffer:
             device: of the tensors; default: the current CUDA device if there is one, else "cpu".
         """
         self.group, self.communicator = group, _communicator_of(group, comm, device)
-        self._handles = Handles(self.communicator)
+        self._handles = BufferHandles(self.communicator)
 
     def destroy(self) -> None:
         """Collective: frees the buffer's memory. Idempotent. What was received stays valid."""
@@ -55,9 +51,6 @@ def _communicator_of(group: Any, comm: Any, device: Any) -> Communicator:
         if comm is not None:
             raise UnsupportedError("deep_ep: argument `comm`: wanted a `group`, got an MPI communicator")
         raise ConfigError("deep_ep: argument `group`: wanted a ProcessGroup, got None")
-    found = _communicators.get(group)
-    if found is None or found.closed:
-        if device is None:
-            device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-        found = _communicators[group] = init(group, device=device)
-    return found
+    if device is None and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    return handles_of(group, device).comm

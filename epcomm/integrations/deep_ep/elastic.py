@@ -11,7 +11,7 @@ import torch
 
 from epcomm.integrations.deep_ep.connection import ConnectedBuffer
 from epcomm.integrations.deep_ep.events import EventHandle, EventOverlap, event_of, wait_for
-from epcomm.integrations.deep_ep.handles import bytes_per_row
+from epcomm.integrations.deep_ep.handles import room_for
 from epcomm.integrations.deep_ep.high_throughput import Bias, combine_with_bias
 from epcomm.moe.checks import describe
 from epcomm.moe.quantize.float8 import column_major
@@ -194,10 +194,9 @@ class ElasticBuffer(ConnectedBuffer):
             alignment = 1 if expert_alignment is None else expert_alignment
             if topk_idx is None or num_experts is None:
                 raise self._rejected("dispatch", "wanted `topk_idx` and `num_experts`, or `handle`, got none of them")
-            ep = self._handles.of(
-                num_experts=num_experts, topk=topk_idx.shape[1], max_tokens=most_tokens, dtype=torch.uint8,
-                hidden=bytes_per_row(x, topk_idx.shape[1]),
-                host_sync=do_cpu_sync is not False, **self._layout(do_expand, alignment),
+            ep = self._handles.handle(
+                num_experts=num_experts, max_tokens=most_tokens, host_sync=do_cpu_sync is not False,
+                **room_for(x, topk_idx.shape[1]), **self._layout(do_expand, alignment),
             )  # fmt: skip
             received = ep.dispatch(x, ep.route(topk_idx), topk_weights)
             num_sms = num_sms or self.get_theoretical_num_sms(num_experts, topk_idx.shape[1])

@@ -10,7 +10,7 @@ import torch
 from epcomm.integrations.deep_ep.config import Config
 from epcomm.integrations.deep_ep.connection import ConnectedBuffer
 from epcomm.integrations.deep_ep.events import EventOverlap, event_of, wait_for
-from epcomm.integrations.deep_ep.handles import bytes_per_row
+from epcomm.integrations.deep_ep.handles import room_for
 from epcomm.moe.autograd import flat
 from epcomm.moe.checks import describe
 from epcomm.moe.config import even_owner
@@ -156,12 +156,11 @@ class HighThroughput(ConnectedBuffer):
 
     def _flat(self, x: Any, num_experts: int, topk: int, num_worst_tokens: int) -> Any:
         """The handle for a dispatch that is not along an earlier routing."""
-        row_bytes = bytes_per_row(x, topk)
-        options = dict(num_experts=num_experts, topk=topk, layout="flat")
+        arguments = dict(num_experts=num_experts, layout="flat", **room_for(x, topk))
         if num_worst_tokens:  # says all that has to be known, so nothing is exchanged
             most = dict(max_tokens=num_worst_tokens, max_recv_rows=num_worst_tokens, host_sync=False)
-            return self._handles.of(**options, **most, hidden=row_bytes, dtype=torch.uint8)
-        return self._handles.fitting(len(flat(x)[0]), row_bytes, **options)
+            return self._handles.handle(**arguments, **most)
+        return self._handles.for_batch(len(flat(x)[0]), **arguments)
 
     def _own_share(self, num_tokens_per_expert: torch.Tensor) -> list[int]:
         """What all ranks have for this rank's experts."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from epcomm.integrations.deep_ep.connection import ConnectedBuffer
-from epcomm.integrations.deep_ep.handles import bytes_per_row
+from epcomm.integrations.deep_ep.handles import room_for
 from epcomm.moe.checks import describe
 
 _TOKEN_BLOCK = 16  # tokens by which `max_num_of_tokens_per_rank` grows, as in DeepEP
@@ -239,8 +239,8 @@ class HybridEPBuffer(ConnectedBuffer):
     def _fitting(self, hidden: torch.Tensor, scales: Any, index: torch.Tensor, **layout: Any) -> Any:
         """Collective: a handle for the most tokens that any rank has now."""
         num_experts = index.shape[1]
-        row_bytes = bytes_per_row(_tensors(hidden, scales), num_experts)
-        return self._handles.fitting(len(hidden), row_bytes, num_experts=num_experts, topk=num_experts, **layout)
+        room = room_for(_tensors(hidden, scales), num_experts)
+        return self._handles.for_batch(len(hidden), num_experts=num_experts, **room, **layout)
 
     def _bounded(self, hidden: torch.Tensor, scales: Any, index: torch.Tensor, num_rows: Any, **layout: Any) -> Any:
         """A handle for results of a fixed size, about which nothing is exchanged."""
@@ -250,10 +250,9 @@ class HybridEPBuffer(ConnectedBuffer):
             raise self._rejected("dispatch_with_permute", text)
         blocks = -(-max(self.max_num_of_tokens_per_rank, len(hidden)) // _TOKEN_BLOCK)
         num_experts = index.shape[1]
-        return self._handles.of(
-            num_experts=num_experts, topk=num_experts, max_tokens=blocks * _TOKEN_BLOCK,
-            hidden=bytes_per_row(_tensors(hidden, scales), num_experts), dtype=torch.uint8, host_sync=False,
-            max_recv_rows=int(num_rows), overflow="drop", zero_tail=True, **layout,
+        return self._handles.handle(
+            num_experts=num_experts, max_tokens=blocks * _TOKEN_BLOCK, host_sync=False, max_recv_rows=int(num_rows),
+            overflow="drop", zero_tail=True, **room_for(_tensors(hidden, scales), num_experts), **layout,
         )  # fmt: skip
 
 

@@ -89,7 +89,7 @@ class LowLatency(MaskableBuffer):
         """
         quantize = self._quantizer(use_fp8, round_scale, use_ue8m0)
         members = self._membership.current()
-        ep = members.handles.of(
+        ep = members.handles.unused(
             **members.placement(num_experts), topk=topk_idx.shape[1], hidden=x.shape[1], dtype=x.dtype,
             max_tokens=num_max_dispatch_tokens_per_rank, mode="latency", layout="padded",
         )  # fmt: skip
@@ -112,9 +112,9 @@ class LowLatency(MaskableBuffer):
                 whole[:, : part.shape[1]] = part
             return out
 
-        options = dict(quantize=quantize, out=out if members.is_whole else None, split=return_recv_hook)
+        delivered_to = out if members.is_whole else None
         with _waiting(members, dispatch_wait_recv_cost_stats):
-            sent = ep.dispatch(x, routing, **options)
+            sent = ep.dispatch(x, routing, quantize=quantize, out=delivered_to, split=return_recv_hook)
         if not return_recv_hook:
             return arrived(sent), counts, handle, event_of(async_finish), None
 

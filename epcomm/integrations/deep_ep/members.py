@@ -14,7 +14,7 @@ from epcomm.communicator import Communicator
 from epcomm.errors import ConfigError, UnsupportedError
 from epcomm.initialize import init
 from epcomm.integrations.deep_ep.connection import ConnectedBuffer
-from epcomm.integrations.deep_ep.handles import Handles
+from epcomm.integrations.deep_ep.handles import BufferHandles
 from epcomm.moe.config import even_owner
 
 
@@ -23,7 +23,7 @@ class Members:
     """Some of a group's ranks with a communicator of their own, and the experts that they have between them."""
 
     communicator: Communicator
-    handles: Handles
+    handles: BufferHandles
     ranks: Sequence[int]
     group_size: int
 
@@ -50,7 +50,7 @@ class Members:
 class Membership:
     """The masks of a group, and the `Members` that they leave, connected when they are first needed."""
 
-    def __init__(self, group: Any, communicator: Communicator, handles: Handles):
+    def __init__(self, group: Any, communicator: Communicator, handles: BufferHandles):
         self._group, self._device = group, communicator.device
         self._size, self._rank = communicator.size, communicator.rank
         everyone = tuple(range(self._size))
@@ -72,7 +72,7 @@ class Membership:
             store = dist.PrefixStore(name, self._group.get_group_store())
             place = ranks.index(self._rank)
             made = init(store=store, rank=place, world_size=len(ranks), device=self._device)
-            found = self._known[ranks] = Members(made, Handles(made), ranks, self._size)
+            found = self._known[ranks] = Members(made, BufferHandles(made), ranks, self._size)
         return found
 
     def close(self) -> None:
