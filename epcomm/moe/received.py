@@ -29,19 +29,19 @@ class Received:
     def __init__(self, ep: ExpertParallel, routing: Routing, bound: Bound, is_tuple: bool, has_weights: bool,
                  buffer: Any):  # fmt: skip
         self.ep, self.routing = ep, routing
-        self._bound, self._is_tuple, self._has_weights, self._buffer = bound, is_tuple, has_weights, buffer
+        self.bound, self._is_tuple, self._has_weights, self._buffer = bound, is_tuple, has_weights, buffer
         self.anchor: torch.Tensor | None = None  # of a graph: combine's results depend on this dispatch (`autograd`)
 
     def _rows_shape(self) -> tuple[int, ...]:
-        assert self.routing.rows_shape is not None  # it was dispatched
-        return self.routing.rows_shape
+        shape = self.routing.rows_shape
+        return self.routing.calls.rows_shape(self.routing) if shape is None else shape  # a fixed one, before it came
 
     @cached_property
     def x(self) -> Any:
         """The rows."""
         views = self.rows_in_block()
-        if self._bound.quantize is not None:
-            return views[0], self._bound.quantize.delivered(views[1])
+        if self.bound.quantize is not None:
+            return views[0], self.bound.quantize.delivered(views[1])
         return views if self._is_tuple else views[0]
 
     def rows_in_block(self) -> tuple[torch.Tensor, ...]:
@@ -49,7 +49,7 @@ class Received:
         shape = self._rows_shape()
         return tuple(
             self._buffer.tensor(self.ep.regions.rows + offset, dtype, (*shape, width))
-            for dtype, width, offset in self._bound.tensors
+            for dtype, width, offset in self.bound.tensors
         )
 
     def output_buffer(self) -> Any:
@@ -60,15 +60,15 @@ class Received:
         blocks are in use (or not yet read by all peers) it is ordinary memory, which combine stages.
         """
         shape = self._rows_shape()
-        outputs = self._bound.outputs
-        buffer = self.ep.take_output() if self._bound.outputs_fit else None
+        outputs = self.bound.outputs
+        buffer = self.ep.take_output() if self.bound.outputs_fit else None
         views = []
         for dtype, width, at in outputs:
             if buffer is None:
                 views.append(torch.empty((*shape, width), dtype=dtype, device=self.ep.device))
             else:
                 views.append(buffer.tensor(at, dtype, (*shape, width)))
-        return tuple(views) if self._is_tuple and outputs is self._bound.tensors else views[0]
+        return tuple(views) if self._is_tuple and outputs is self.bound.tensors else views[0]
 
     def _per_row(self, offset: int, dtype: torch.dtype, *width: int) -> torch.Tensor:
         return self._buffer.tensor(offset, dtype, (*self._rows_shape(), *width))
@@ -183,7 +183,7 @@ def copy_block(received: Received, out: tuple[torch.Tensor, ...] | None) -> Rece
     """The same result in memory of its own, its rows in `out` if given. The receive block is free afterwards."""
     ep, routing, regions = received.ep, received.routing, received.ep.regions
     owned = ep.owned_memory(regions.size)
-    copied = Received(ep, routing, received._bound, received._is_tuple, received._has_weights, owned)
+    copied = Received(ep, routing, received.bound, received._is_tuple, received._has_weights, owned)
     if out is not None:
         copied.__dict__["x"] = out if received._is_tuple else out[0]
     targets = copied.rows_in_block() if out is None else out

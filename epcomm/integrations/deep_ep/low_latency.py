@@ -96,33 +96,27 @@ class LowLatency(MaskableBuffer):
         routing = ep.route(members.index(topk_idx, num_experts))
         sizes = num_max_dispatch_tokens_per_rank, x.shape[1], num_experts
         handle = LowLatencyHandle(members, routing, topk_idx, sizes)
+        with _waiting(members, dispatch_wait_recv_cost_stats):
+            sent = ep.dispatch(x, routing, quantize=quantize, split=return_recv_hook)
+        rows = _rows_for(handle, x, quantize, sent.expected if return_recv_hook else sent)
         counts = torch.empty(len(ep.local_expert_ids), dtype=torch.int32, device=x.device)
-        out = None
-        if return_recv_hook or not members.is_whole:
-            out = _memory_for((len(counts), handle.num_rows), x, quantize)
 
-        def arrived(received: Any) -> Any:
+        def arrived(received: Any) -> None:
             handle.received = received
             counts.copy_(received.expert_counts)
             if cumulative_local_expert_recv_stats is not None:
                 cumulative_local_expert_recv_stats.add_(counts)
-            if members.is_whole:
-                return received.x
-            for whole, part in zip(flat(out), flat(received.x)):
-                whole[:, : part.shape[1]] = part
-            return out
-
-        delivered_to = out if members.is_whole else None
-        with _waiting(members, dispatch_wait_recv_cost_stats):
-            sent = ep.dispatch(x, routing, quantize=quantize, out=delivered_to, split=return_recv_hook)
-        if not return_recv_hook:
-            return arrived(sent), counts, handle, event_of(async_finish), None
+            for whole, part in zip(flat(rows), received.rows_in_block()):
+                if whole.data_ptr() != part.data_ptr():
+                    whole[:, : part.shape[1]] = part
 
         def hook() -> None:
             with _waiting(members, dispatch_wait_recv_cost_stats):
                 arrived(sent.finish())
 
-        return out, counts, handle, event_of(async_finish), hook
+        if not return_recv_hook:
+            arrived(sent)
+        return rows, counts, handle, event_of(async_finish), hook if return_recv_hook else None
 
     @torch.no_grad()
     def low_latency_combine(
@@ -216,13 +210,18 @@ def _waiting(members: Members, stats: torch.Tensor | None) -> Iterator[None]:
         stats[list(members.ranks)] += waited.to(stats)
 
 
-def _memory_for(shape: tuple[int, int], x: torch.Tensor, quantize: Float8 | None) -> Any:
-    """Memory, as yet undefined, for rows like x's that are delivered in this shape, and for their scales."""
-    if quantize is None:
-        return torch.empty(*shape, x.shape[1], dtype=x.dtype, device=x.device)
-    codes, scales = quantize.result_like(x)
-    laid_out = quantize.delivered(torch.empty(*shape, scales.shape[1], dtype=scales.dtype, device="meta"))
-    return (
-        torch.empty(*shape, codes.shape[1], dtype=codes.dtype, device=x.device),
-        torch.empty_strided(laid_out.shape, laid_out.stride(), dtype=scales.dtype, device=x.device),
-    )
+def _rows_for(handle: LowLatencyHandle, x: torch.Tensor, quantize: Float8 | None, expected: Any) -> Any:
+    """What a dispatch of x returns: rows where they arrive, if that is known and has all that there are, or memory.
+
+    Scales arrive row by row: column-major they have memory of their own.
+    """
+    num_experts = len(handle.routing.ep.local_expert_ids)
+    codes, scales = (x, None) if quantize is None else quantize.result_like(x)
+    if expected is not None and handle.members.is_whole:
+        rows = expected.rows_in_block()[0]
+    else:
+        rows = torch.empty(num_experts, handle.num_rows, codes.shape[1], dtype=codes.dtype, device=x.device)
+    if quantize is None or scales is None:
+        return rows
+    laid_out = quantize.delivered(scales.new_empty(num_experts, handle.num_rows, scales.shape[1]))
+    return rows, torch.empty_strided(laid_out.shape, laid_out.stride(), dtype=scales.dtype, device=x.device)
