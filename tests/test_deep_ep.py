@@ -46,7 +46,9 @@ def check_layout(buffer: Any, step: Step) -> tuple[torch.Tensor, ...]:
     require("num_tokens_per_rank", per_rank, wanted.sum(dim=0).int())
     selected = torch.tensor([int((index == expert).sum()) for expert in range(step.case.num_experts)])
     require("num_tokens_per_expert", per_expert, selected.int())
-    assert per_node is None
+    nodes = torch.tensor(buffer.communicator.nodes)
+    by_node = [int(wanted[:, nodes == node].any(dim=1).sum()) for node in range(int(nodes.max()) + 1)]
+    require("num_tokens_per_rdma_rank", per_node, torch.tensor(by_node).int() if len(by_node) > 1 else None)
     return per_rank, per_expert, in_rank
 
 
