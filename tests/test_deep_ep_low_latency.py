@@ -167,6 +167,24 @@ def test_two_micro_batches_are_under_way_at_once() -> None:
     on_ranks(2, body)
 
 
+def test_handles_that_clients_keep_hold_no_memory_that_others_need() -> None:
+    """Each layer of a model keeps its last handle; all of their rows still arrive where they stay."""
+
+    def body(comm: epcomm.Communicator) -> None:
+        rank, buffer, layers, places = comm.rank, deep_ep.Buffer(comm), {}, set()
+        for number in range(12):
+            step = Step(CASES[0], comm.size, number)
+            got, _, handle = dispatched(buffer, step, step.x()[rank], True, use_fp8=False)
+            check_rows(step, rank, got, step.x())
+            places.add(got.data_ptr())
+            combine(buffer, step, step.y()[rank], handle, True)
+            layers[number % 4] = handle
+            assert handle.src_info is None
+        assert len(places) <= 2  # blocks
+
+    on_ranks(2, body)
+
+
 def test_both_modes_in_one_buffer_and_results_that_stay() -> None:
     def body(comm: epcomm.Communicator) -> None:
         rank, buffer, kept = comm.rank, deep_ep.Buffer(comm, 1 << 20, 1 << 20, low_latency_mode=True), []

@@ -51,8 +51,8 @@ def check_without(buffer: Any, number: int, masked: set[int], hooked: bool) -> N
     check_rows(step, rank, got, x)
     check_handle(step, rank, handle)
     wanted = combined(step.exchange, rank, y, step.weights[rank])
-    buffer.get_next_low_latency_combine_buffer(handle).copy_(y[rank])
     for options in (dict(), dict(zero_copy=True)):
+        buffer.get_next_low_latency_combine_buffer(handle).copy_(y[rank])
         result = combine(buffer, whole, y[rank], handle, hooked, **options)
         check_combined("combine", result, wanted, CASE.dtype)
 

@@ -59,16 +59,7 @@ class Received:
         From combine on the peers read it: write there again only after the next dispatch has returned. If all output
         blocks are in use (or not yet read by all peers) it is ordinary memory, which combine stages.
         """
-        shape = self._rows_shape()
-        outputs = self.bound.outputs
-        buffer = self.ep.take_output() if self.bound.outputs_fit else None
-        views = []
-        for dtype, width, at in outputs:
-            if buffer is None:
-                views.append(torch.empty((*shape, width), dtype=dtype, device=self.ep.device))
-            else:
-                views.append(buffer.tensor(at, dtype, (*shape, width)))
-        return tuple(views) if self._is_tuple and outputs is self.bound.tensors else views[0]
+        return output_rows(self.ep, self.routing, self.bound, self._is_tuple)
 
     def _per_row(self, offset: int, dtype: torch.dtype, *width: int) -> torch.Tensor:
         return self._buffer.tensor(offset, dtype, (*self._rows_shape(), *width))
@@ -177,6 +168,20 @@ class Received:
         ends = self.routing.received_tokens().long().cumsum(0) if flat else self._ends()
         source = torch.searchsorted(ends, self._row_numbers(), right=True) % self.ep.size
         return torch.where(self.source_token >= 0, source, -1).int()
+
+
+def output_rows(ep: ExpertParallel, routing: Routing, bound: Bound, is_tuple: bool) -> Any:
+    """`Received.output_buffer` of what a dispatch of a kind delivered along a routing, whether that is alive or not."""
+    shape = routing.rows_shape
+    assert shape is not None  # it was dispatched
+    buffer = ep.take_output() if bound.outputs_fit else None
+    views = []
+    for dtype, width, at in bound.outputs:
+        if buffer is None:
+            views.append(torch.empty((*shape, width), dtype=dtype, device=ep.device))
+        else:
+            views.append(buffer.tensor(at, dtype, (*shape, width)))
+    return tuple(views) if is_tuple and bound.outputs is bound.tensors else views[0]
 
 
 def copy_block(received: Received, out: tuple[torch.Tensor, ...] | None) -> Received:

@@ -38,10 +38,10 @@ class ConnectedBuffer:
         """The current stream, which operations run on."""
         return torch.get_device_module(self.communicator.device).current_stream()
 
-    def _rejected(self, operation: str, text: str, kind: type[EpcommError] = ConfigError) -> EpcommError:
+    def _rejected(self, operation: str, text: str) -> EpcommError:
         """An error to raise because of an argument, before anything was sent; the peers raise, too."""
         comm = self.communicator
-        return comm.reject(kind(f"rank {comm.rank}: {operation}: {text}"))
+        return comm.reject(ConfigError(f"rank {comm.rank}: {operation}: {text}"))
 
 
 def _communicator_of(group: Any, comm: Any, device: Any) -> Communicator:

@@ -13,6 +13,7 @@ from epcomm.integrations.deep_ep.members import MaskableBuffer, Members
 from epcomm.moe.autograd import flat
 from epcomm.moe.checks import describe
 from epcomm.moe.quantize import Float8
+from epcomm.moe.received import output_rows
 
 Hook = Callable[[], None]
 
@@ -21,13 +22,16 @@ class LowLatencyHandle:
     """What `low_latency_dispatch` returns for the combine. It unpacks to the five things that DeepEP's handle has.
 
     ``src_info`` int32 [local experts, size * max tokens]: each row's token number on its source rank (undefined past
-    the count); ``layout_range`` int64 [local experts, size]: the first row from each rank, times 2^32, plus how many.
+    the count), once the rows are there and until they are combined: clients keep handles for longer, and a handle that
+    kept its rows would keep the memory that the next ones are received in. ``layout_range`` int64 [local experts,
+    size]: the first row from each rank, times 2^32, plus how many.
     """
 
     def __init__(self, members: Members, routing: Any, topk_idx: torch.Tensor, sizes: tuple[int, int, int]):
         self.members, self.routing, self.topk_idx = members, routing, topk_idx
         self.max_tokens, self.hidden, self.num_experts = sizes
-        self.received: Any = None  # until the rows are there
+        self.bound: Any = None  # until the rows are there
+        self._tokens: torch.Tensor | None = None
         self.combine_buffer: torch.Tensor | None = None  # that was handed out last
 
     @property
@@ -35,10 +39,19 @@ class LowLatencyHandle:
         """Of each expert: as many as all of the group's ranks could send, masked or not."""
         return self.members.group_size * self.max_tokens
 
+    def arrived(self, received: Any) -> None:
+        """The rows are there."""
+        self.bound, self._tokens = received.bound, received.source_token
+
+    def combined(self) -> None:
+        """They were used."""
+        self._tokens = self.combine_buffer = None
+
     @property
-    def src_info(self) -> torch.Tensor:
-        tokens = self.received.source_token
-        return torch.nn.functional.pad(tokens, (0, self.num_rows - tokens.shape[1]))
+    def src_info(self) -> torch.Tensor | None:
+        if self._tokens is None:
+            return None
+        return torch.nn.functional.pad(self._tokens, (0, self.num_rows - self._tokens.shape[1]))
 
     @property
     def layout_range(self) -> torch.Tensor:
@@ -102,7 +115,7 @@ class LowLatency(MaskableBuffer):
         counts = torch.empty(len(ep.local_expert_ids), dtype=torch.int32, device=x.device)
 
         def arrived(received: Any) -> None:
-            handle.received = received
+            handle.arrived(received)
             counts.copy_(received.expert_counts)
             if cumulative_local_expert_recv_stats is not None:
                 cumulative_local_expert_recv_stats.add_(counts)
@@ -162,9 +175,10 @@ class LowLatency(MaskableBuffer):
             out = torch.empty(handle.routing.num_tokens, x.shape[-1], dtype=x.dtype, device=x.device)
         weights = topk_weights.masked_fill(is_left_out, 0)
         ep, members = handle.routing.ep, handle.members
-        rows = x[:, : ep.size * handle.max_tokens]
+        rows = x if members.is_whole else x[:, : ep.size * handle.max_tokens]
         with _waiting(members, combine_wait_recv_cost_stats):
             sent = ep.combine(rows, handle.routing, weights, out=out, split=return_recv_hook)
+        handle.combined()
         if not return_recv_hook:
             return out, event_of(async_finish), None
 
@@ -179,10 +193,10 @@ class LowLatency(MaskableBuffer):
 
         Raises ConfigError before the rows of the handle's dispatch have arrived.
         """
-        if handle.received is None:
+        if handle.bound is None:
             wanted = "argument `handle`: wanted one whose receive hook was called, got one that was not"
             raise self._rejected("get_next_low_latency_combine_buffer", wanted)
-        buffer = handle.received.output_buffer()
+        buffer = output_rows(handle.routing.ep, handle.routing, handle.bound, False)
         if not handle.members.is_whole:  # it has other rows
             buffer = buffer.new_empty(len(buffer), handle.num_rows, buffer.shape[2])
         handle.combine_buffer = buffer
