@@ -2,6 +2,7 @@
 # make test    set everything up in .venv, then run the tests; make test-all adds the slow ones
 # make test-gpu-link           install NVSHMEM's and NCCL's wheels, then compile kernels with both, to machine code
 # make test-gpu-link-reduced   the same for fewer kernels, for CI
+# make test-integrations       what other frameworks do on epcomm: each in .venvs/NAME, with tests/integrations/NAME.txt
 # make bench   the standard measurements, beside gloo and MPI
 # make lint    ruff and mypy
 # make clean   remove caches and build output; make distclean removes .venv too
@@ -26,8 +27,11 @@ LINK_READY := $(VENV)/.ready-link
 BENCH_READY := $(VENV)/.ready-bench
 BENCH_MISSING := $(VENV)/.bench-missing
 
+# Frameworks that are tried with epcomm. To add one: its name here, tests/integrations/NAME.txt and test_NAME.py.
+FRAMEWORKS := megatron vllm
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu-link test-gpu-link-reduced bench bench-note lint clean distclean
+.PHONY: help demo test test-all test-gpu-link test-gpu-link-reduced test-integrations bench bench-note lint clean distclean
 .NOTPARALLEL:
 
 help:
@@ -47,6 +51,11 @@ test-gpu-link: $(LINK_READY)
 
 test-gpu-link-reduced: $(LINK_READY)
 	$(BIN)/python -m pytest $(LINK_TESTS) --require-networks $(PYTEST_ARGS)
+
+test-integrations: $(FRAMEWORKS:%=integration-%)
+
+integration-%: .venvs/%/.ready
+	.venvs/$*/bin/python -m pytest tests/integrations/test_$*.py $(PYTEST_ARGS)
 
 bench: $(BENCH_READY) bench-note
 	$(BIN)/python benchmarks/decode_latency.py
@@ -71,6 +80,13 @@ $(LINK_READY): $(TEST_READY)
 	$(INSTALL) -e '.[test,dev,link]'
 	@touch $@
 
+# What a framework pins may be other releases than those that constraints.txt has for epcomm's own tests.
+.PRECIOUS: .venvs/%/.ready
+.venvs/%/.ready: tests/integrations/%.txt tools/make_venv.sh pyproject.toml
+	@sh tools/make_venv.sh '$(PYTHON)' .venvs/$*
+	.venvs/$*/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS) -r $< -e '.[test]'
+	@touch $@
+
 # MPI and matplotlib are only there to compare and to plot: without them the demo and the benchmarks skip those parts.
 $(BENCH_READY): $(VENV_READY) pyproject.toml constraints.txt
 	@rm -f $(BENCH_MISSING)
@@ -90,4 +106,4 @@ clean:
 	done
 
 distclean: clean
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venvs

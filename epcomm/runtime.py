@@ -95,13 +95,13 @@ class Runtime:
 
     def new_context(self, *, sequenced: bool) -> Context:
         """A context block; one outside of the sequence (for send and recv) may run beside the others."""
-        context = Context(self.target, control.CONTEXT_WORDS + 2 * self.size + control.WINDOW_WORDS)
+        context = Context(self.target, control.CONTEXT_WORDS + 3 * self.size + control.WINDOW_WORDS)
         words = context.words
         words[control.RANK], words[control.SIZE] = self.rank, self.size
         shares_core = self.size > len(os.sched_getaffinity(0))
         words[control.SPINS] = _SPINS_SHARING_CORES if shares_core else _SPINS_WITH_OWN_CORE
         context.set_timeout(self.timeout)
-        words[control.PEERS :] = [*self.collectives.bases, *self.collectives.network, *self.control.bases]
+        words[control.PEERS : -self.size] = [*self.collectives.bases, *self.collectives.network, *self.control.bases]
         words[control.IS_CLOSED] = self.closed
         words[control.NETWORK] = self._proxy.address
         self._contexts.add(context)

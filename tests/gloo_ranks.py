@@ -1,0 +1,35 @@
+"""Ranks with a gloo process group, as clients of torch.distributed have them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch.distributed as dist
+
+from epcomm import rendezvous
+from epcomm.testing.ranks import rank_outcomes, run_ranks
+
+
+def with_process_group(
+    world: int, body: Callable[..., Any], *args: Any, timeout: float = 60.0, expendable: Collection[int] = ()
+) -> list[Any]:
+    """Runs ``body(*args)`` on ranks whose default process group is one of gloo's; returns the results by rank.
+
+    With `expendable` ranks, which may kill themselves, each rank's result or what it raised.
+    """
+
+    def run(port: int) -> Any:
+        launched = rendezvous.launched_rank.get()
+        assert launched is not None
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        dist.init_process_group("gloo", store=store, rank=launched.rank, world_size=world)
+        try:
+            return body(*args)
+        finally:
+            dist.destroy_process_group()
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    if expendable:
+        return rank_outcomes(run, world, store.port, timeout=timeout, expendable=expendable)
+    return run_ranks(run, world, store.port, timeout=timeout)
