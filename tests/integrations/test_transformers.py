@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from epcomm.rendezvous import launched_rank
 from epcomm.testing.ranks import run_ranks
 from transformers_models import FAMILIES, tiny_model
 
@@ -31,43 +32,52 @@ def batch(rank: int, length: int) -> torch.Tensor:
 
 
 @contextmanager
-def process_group(path: str, rank: int, size: int) -> Iterator[None]:
-    """gloo's, and the environment that transformers reads."""
+def process_group(path: str) -> Iterator[tuple[int, int]]:
+    """gloo's, and the environment that transformers reads; yields rank and size."""
+    launched = launched_rank.get()
+    assert launched is not None
+    rank, size = launched.rank, launched.size
     named = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     with mock.patch.dict(os.environ, {name: str(number) for name, number in named.items()}):
         dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", size), rank=rank, world_size=size)
         try:
-            yield
+            yield rank, size
+            dist.barrier()
         finally:
             dist.destroy_process_group()
 
 
-def expert_parallel(path: str, families: list[str]) -> list[Any]:
-    """On each rank: (logits by step, gradients) of each family's model."""
+def load(path: str, family: str, **sizes: int) -> Any:
+    """The saved model, with its experts on the ranks of the process group."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
     from epcomm.integrations import transformers
-    from epcomm.rendezvous import launched_rank
 
-    launched = launched_rank.get()
-    rank, size = launched.rank, launched.size
-    config = DistributedConfig(fsdp_size=size, ep_size=size, ep_implementation="epcomm")
+    transformers.register()
+    config = DistributedConfig(**sizes, ep_implementation="epcomm")
+    return AutoModelForCausalLM.from_pretrained(
+        f"{path}/{family}", dtype=torch.float32, distributed_config=config, experts_implementation="grouped_mm"
+    )
+
+
+def whole_gradients(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Collective: the gradients of all ranks' parts."""
+    return {name: weight.grad.full_tensor() for name, weight in module.named_parameters()}
+
+
+def run_models(path: str, families: list[str]) -> list[Any]:
+    """On each rank: (logits by step, gradients) of each family's model."""
     found = []
-    with process_group(path, rank, size):
-        transformers.register()
+    with process_group(path) as (rank, size):
         for family in families:
-            model = AutoModelForCausalLM.from_pretrained(
-                f"{path}/{family}", dtype=torch.float32, distributed_config=config, experts_implementation="grouped_mm"
-            )
+            model = load(path, family, fsdp_size=size, ep_size=size)
             logits = []
             for lengths in LENGTHS:
                 out = model(batch(rank, lengths[rank])).logits
                 out.square().sum().backward()
                 logits.append(out.detach())
-            gradients = {name: weight.grad.full_tensor() for name, weight in model.named_parameters()}
-            found.append((logits, gradients))
-        dist.barrier()
+            found.append((logits, whole_gradients(model)))
     return found
 
 
@@ -98,7 +108,7 @@ def assert_equal(got: dict[Any, torch.Tensor], wanted: dict[Any, torch.Tensor], 
 def check(tmp_path: Path, families: list[str], size: int) -> None:
     for family in families:
         tiny_model(family).save_pretrained(tmp_path / family)
-    by_rank = run_ranks(expert_parallel, size, str(tmp_path), families, timeout=300)
+    by_rank = run_ranks(run_models, size, str(tmp_path), families, timeout=300)
     for number, family in enumerate(families):
         logits, gradients = one_process(family, size)
         for rank in range(size):
@@ -115,3 +125,62 @@ def test_models_of_two_families_equal_one_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_models_equal_one_process(tmp_path: Path, size: int) -> None:
     check(tmp_path, list(FAMILIES), size)
+
+
+def run_shared_batch(path: str, family: str) -> Any:
+    """On each rank, which hold one batch and split attention between them too: logits by length."""
+    with process_group(path) as (_, size), torch.no_grad():
+        model = load(path, family, tp_size=size, ep_size=size)
+        return [model(batch(0, length)).logits for length in (5, 1, 4)]
+
+
+def test_ranks_that_share_a_batch(tmp_path: Path) -> None:
+    model = tiny_model("qwen3_moe")
+    model.save_pretrained(tmp_path / "qwen3_moe")
+    wanted = {step: model(batch(0, length)).logits.detach() for step, length in enumerate((5, 1, 4))}
+    for got in run_ranks(run_shared_batch, 2, str(tmp_path), "qwen3_moe", timeout=300):
+        assert_equal(dict(enumerate(got)), wanted, "logits")
+
+
+# Tokens of each rank, by step: one has none, nobody has any, all but one have none.
+TOKENS = [[0, 5], [0, 0], [3, 0]]
+
+
+def tokens(rank: int, num: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states, experts and weights of routing for a rank."""
+    generator = torch.Generator().manual_seed(50 * rank + num)
+    index = torch.stack([torch.randperm(12, generator=generator)[:2] for _ in range(num)] or [torch.empty(2).long()])
+    return torch.randn(num, 48, generator=generator), index[:num], torch.rand(num, 2, generator=generator)
+
+
+def run_empty(path: str, family: str) -> Any:
+    """On each rank: outputs and gradients of the inputs by step, and those of the experts."""
+    with process_group(path) as (rank, size):
+        experts = load(path, family, fsdp_size=size, ep_size=size).model.layers[0].mlp.experts
+        found = []
+        for nums in TOKENS:
+            hidden, index, weights = tokens(rank, nums[rank])
+            out = experts(hidden.requires_grad_(), index, weights.requires_grad_())
+            out.square().sum().backward()
+            found.append((out.detach(), hidden.grad, weights.grad))
+        return found, whole_gradients(experts)
+
+
+def test_ranks_without_tokens(tmp_path: Path) -> None:
+    model = tiny_model("qwen3_moe")
+    model.save_pretrained(tmp_path / "qwen3_moe")
+    model.set_experts_implementation("eager")
+    experts = model.model.layers[0].mlp.experts
+    by_rank = run_ranks(run_empty, 2, str(tmp_path), "qwen3_moe", timeout=300)
+    for rank, (found, _) in enumerate(by_rank):
+        for step, got in enumerate(found):
+            hidden, index, weights = tokens(rank, TOKENS[step][rank])
+            out = experts(hidden.requires_grad_(), index, weights.requires_grad_())
+            (out.square().sum() + 0 * (hidden.sum() + weights.sum())).backward()  # eager experts skip what is empty
+            for one, wanted in zip(got, (out, hidden.grad, weights.grad)):
+                assert one.shape == wanted.shape
+                if wanted.numel():
+                    assert_equal({step: one}, {step: wanted.detach()}, (rank, step))
+    mean = {name: weight.grad / len(by_rank) for name, weight in experts.named_parameters()}  # as of any weight
+    for _, gradients in by_rank:
+        assert_equal(gradients, mean, "experts")
