@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from epcomm.rendezvous import launched_rank
 from epcomm.testing.ranks import run_ranks
+from process_groups import process_group
 from transformers_models import FAMILIES, tiny_model
 
 pytest.importorskip("transformers", minversion="5.24")
@@ -29,22 +25,6 @@ TOLERANCE = 1e-6
 def batch(rank: int, length: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * rank + length)
     return torch.randint(0, 96, (2, length), generator=generator)
-
-
-@contextmanager
-def process_group(path: str) -> Iterator[tuple[int, int]]:
-    """gloo's, and the environment that transformers reads; yields rank and size."""
-    launched = launched_rank.get()
-    assert launched is not None
-    rank, size = launched.rank, launched.size
-    named = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    with mock.patch.dict(os.environ, {name: str(number) for name, number in named.items()}):
-        dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", size), rank=rank, world_size=size)
-        try:
-            yield rank, size
-            dist.barrier()
-        finally:
-            dist.destroy_process_group()
 
 
 def load(path: str, family: str, **sizes: int) -> Any:
