@@ -1,4 +1,4 @@
-"""What adapters share: the communicator of a process group, and expert-parallel handles that grow with the batch."""
+"""What adapters share: the communicator of a process group, and its expert-parallel handles, which layers share."""
 
 from __future__ import annotations
 
@@ -11,36 +11,43 @@ from epcomm.communicator import Communicator
 from epcomm.initialize import init
 from epcomm.moe.expert_parallel import ExpertParallel
 
-_LEAST_TOKENS = 128  # of a handle; below this a handle of its own saves no memory worth having
+_LEAST_TOKENS = 128  # that a growing handle has room for: below this a smaller one saves nothing worth having
 
 _handles: weakref.WeakKeyDictionary[Any, Handles] = weakref.WeakKeyDictionary()
 
 
 class Handles:
-    """Collective throughout: the handles of one process group, by shape, made when a batch first needs them.
+    """The handles of one process group's communicator. All ranks ask for the same ones in the same order.
 
-    The layers of a model share them: a routing keeps what its backward pass needs, and a result whose memory is lent
-    is never overwritten. A batch that is larger than any before gets a handle of twice the size; the smaller one stays
-    open, because a backward pass may still need it, which costs at most as much memory again.
+    The layers of a model may share a handle: a routing keeps what its backward pass needs, and a result whose memory is
+    lent is never overwritten.
     """
 
     def __init__(self, comm: Communicator):
         self.comm = comm
-        self._by_shape: dict[tuple[int, int, int, torch.dtype], tuple[int, ExpertParallel]] = {}
-        self._most = torch.zeros(1, dtype=torch.int64)
+        self._by_arguments: dict[tuple[tuple[str, Any], ...], ExpertParallel] = {}
+        self._room: dict[tuple[tuple[str, Any], ...], int] = {}
+        self._num_tokens = torch.zeros(1, dtype=torch.int64, device=comm.device)
 
-    def of(self, num_tokens: int, *, num_experts: int, topk: int, hidden: int, dtype: torch.dtype) -> ExpertParallel:
-        """Collective: a handle for as many tokens as any rank has (they may differ)."""
-        most = int(self.comm.allreduce(self._most.fill_(num_tokens).to(self.comm.device), "max"))
-        shape = (num_experts, topk, hidden, dtype)
-        room, handle = self._by_shape.get(shape, (0, None))
-        if handle is None or room < most:
-            room = max(_LEAST_TOKENS, 1 << (most - 1).bit_length())
-            handle = self.comm.expert_parallel(
-                num_experts=num_experts, topk=topk, hidden=hidden, max_tokens=room, dtype=dtype
-            )
-            self._by_shape[shape] = room, handle
+    def handle(self, **arguments: Any) -> ExpertParallel:
+        """Collective where it is new: the handle for arguments of `Communicator.expert_parallel`."""
+        key = tuple(sorted(arguments.items()))
+        handle = self._by_arguments.get(key)
+        if handle is None:
+            handle = self._by_arguments[key] = self.comm.expert_parallel(**arguments)
         return handle
+
+    def for_batch(self, num_tokens: int, **arguments: Any) -> ExpertParallel:
+        """Collective: a handle with room for as many tokens as any rank has in this batch.
+
+        A batch that is larger than any before gets a handle of at least twice the size. The smaller one stays open,
+        because a backward pass may still need it; all of them take less than twice the memory of the largest.
+        """
+        most = int(self.comm.allreduce(self._num_tokens.fill_(num_tokens), "max"))
+        key = tuple(sorted(arguments.items()))
+        room = max(self._room.get(key, _LEAST_TOKENS), 1 << (most - 1).bit_length() if most else 0)
+        self._room[key] = room
+        return self.handle(max_tokens=room, **arguments)
 
 
 def handles_of(group: Any, device: Any = None) -> Handles:

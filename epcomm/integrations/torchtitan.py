@@ -43,7 +43,7 @@ class EpcommTokenDispatcher(BaseEPTokenDispatcher):
             return LocalTokenDispatcher.dispatch(
                 self, x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E
             )
-        ep = self._handles.of(
+        ep = self._handles.for_batch(
             len(x_TD), num_experts=self.num_experts, topk=self.top_k, hidden=x_TD.shape[1], dtype=x_TD.dtype
         )
         received = ep.dispatch(x_TD, ep.route(topk_expert_ids_TK, requires_grad=torch.is_grad_enabled()))

@@ -49,7 +49,7 @@ class EpcommExperts(EPImplementation):
                 .to_local()
                 for whole in (hidden_states, top_k_index, top_k_weights)
             )
-        ep = handles_of(self.ep_mesh.get_group(), hidden_states.device).of(
+        ep = handles_of(self.ep_mesh.get_group(), hidden_states.device).for_batch(
             len(hidden_states),
             num_experts=self.num_local_experts * self.ep_mesh.size(),
             topk=top_k_index.shape[1],

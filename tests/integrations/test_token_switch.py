@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from process_groups import process_group
 
 from epcomm.errors import CapacityError, ConfigError, UnsupportedError
 from epcomm.integrations import token_switch
 from epcomm.testing.ranks import run_ranks
-from process_groups import process_group
 
 has_switch = pytest.mark.skipif(token_switch.Routing is None, reason="TokenSwitch came with torch 2.14")
 NUM_EXPERTS, TOPK, HIDDEN, MAX_TOKENS = 6, 3, 17, 9

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from process_groups import process_group
 
 from epcomm.testing.ranks import run_ranks
-from process_groups import process_group
 
 pytest.importorskip("torchtitan", minversion="0.3")
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-
-from epcomm.testing.ranks import run_ranks
 from process_groups import process_group
 from transformers_models import FAMILIES, tiny_model
+
+from epcomm.testing.ranks import run_ranks
 
 pytest.importorskip("transformers", minversion="5.24")
 
