@@ -52,11 +52,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_model(family: str) -> Any:
-    """A causal language model with random weights in float32, the same in every process."""
+def tiny_model(family: str, **changes: int) -> Any:
+    """A causal language model with random weights in float32, the same in every process; changes are to its config."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(7)
-    config = AutoConfig.for_model(family, **{**SHARED, **FAMILIES[family]})
+    config = AutoConfig.for_model(family, **{**SHARED, **FAMILIES[family], **changes})
     return AutoModelForCausalLM.from_config(config).float()
