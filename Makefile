@@ -27,8 +27,9 @@ LINK_READY := $(VENV)/.ready-link
 BENCH_READY := $(VENV)/.ready-bench
 BENCH_MISSING := $(VENV)/.bench-missing
 
-# Frameworks that are tried with epcomm. To add one: its name here, tests/integrations/NAME.txt and test_NAME.py.
-FRAMEWORKS := megatron vllm
+# Frameworks that are tried with epcomm. To add one: its name here, tests/integrations/NAME.txt and
+# test_NAME*.py.
+FRAMEWORKS := transformers torchtitan token_switch sglang megatron vllm
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-gpu-link test-gpu-link-reduced test-integrations bench bench-note lint clean distclean
@@ -55,7 +56,7 @@ test-gpu-link-reduced: $(LINK_READY)
 test-integrations: $(FRAMEWORKS:%=integration-%)
 
 integration-%: .venvs/%/.ready
-	.venvs/$*/bin/python -m pytest tests/integrations/test_$*.py $(PYTEST_ARGS)
+	.venvs/$*/bin/python -m pytest tests/integrations/test_$**.py -m "slow or not slow" $(PYTEST_ARGS)
 
 bench: $(BENCH_READY) bench-note
 	$(BIN)/python benchmarks/decode_latency.py
@@ -82,9 +83,8 @@ $(LINK_READY): $(TEST_READY)
 
 # What a framework pins may be other releases than those that constraints.txt has for epcomm's own tests.
 .PRECIOUS: .venvs/%/.ready
-.venvs/%/.ready: tests/integrations/%.txt tools/make_venv.sh pyproject.toml
-	@sh tools/make_venv.sh '$(PYTHON)' .venvs/$*
-	.venvs/$*/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS) -r $< -e '.[test]'
+.venvs/%/.ready: tests/integrations/%.txt tools/make_integration_venv.sh tools/make_venv.sh pyproject.toml
+	sh tools/make_integration_venv.sh '$(PYTHON)' .venvs/$* $< $(PIP_ARGS)
 	@touch $@
 
 # MPI and matplotlib are only there to compare and to plot: without them the demo and the benchmarks skip those parts.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 
@@ -16,6 +18,7 @@ def with_process_group(
 ) -> list[Any]:
     """Runs ``body(*args)`` on ranks whose default process group is one of gloo's; returns the results by rank.
 
+    Ranks have torchrun's environment, too, which some frameworks read.
     With `expendable` ranks, which may kill themselves, each rank's result or what it raised.
     """
 
@@ -23,11 +26,13 @@ def with_process_group(
         launched = rendezvous.launched_rank.get()
         assert launched is not None
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        dist.init_process_group("gloo", store=store, rank=launched.rank, world_size=world)
-        try:
-            return body(*args)
-        finally:
-            dist.destroy_process_group()
+        named = {"RANK": launched.rank, "LOCAL_RANK": launched.rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        with mock.patch.dict(os.environ, {name: str(number) for name, number in named.items()}):
+            dist.init_process_group("gloo", store=store, rank=launched.rank, world_size=world)
+            try:
+                return body(*args)
+            finally:
+                dist.destroy_process_group()
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     if expendable:

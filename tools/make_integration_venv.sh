@@ -11,7 +11,6 @@ sh "$(dirname "$0")/make_venv.sh" "$python" "$folder"
 pip() { "$folder/bin/python" -m pip --disable-pip-version-check "$@"; }
 directive() { sed -n "s/^# $1: //p" "$requirements"; }
 
-pip install "$@" -r "$requirements"
 pip install "$@" -r "$requirements" -e . pytest pytest-timeout psutil
 for package in $(directive alone); do pip install "$@" --no-deps "$package"; done
 for package in $(directive removed); do pip uninstall -y "$package"; done

@@ -48,8 +48,8 @@ def _create_moe_dispatcher(original: Callable[..., BaseDispatcher], config: Any,
 class EpcommDispatcher(BaseDispatcher):
     """Prefill in throughput mode, one row per token and rank; decode in latency mode, rows by expert.
 
-    `dispatch` and `combine` come in halves as well (`_a` sends, `_b` receives), for models that compute in between. Rows
-    travel as they are: experts that compute in float8 quantise what they get.
+    `dispatch` and `combine` come in halves as well (`_a` sends, `_b` receives), for models that compute in between.
+    Rows travel as they are: experts that compute in float8 quantise what they get.
 
     Args:
         group: a `torch.distributed.ProcessGroup` of the ranks that experts are spread over.

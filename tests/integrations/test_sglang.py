@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from process_groups import process_group
+import torch.distributed as dist
+from gloo_ranks import with_process_group
 
 from epcomm.errors import ConfigError
-from epcomm.testing.ranks import run_ranks
 
 pytest.importorskip("sglang", minversion="0.5.23")
 
@@ -29,7 +28,6 @@ def inputs(rank: int, num: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 
 def make_dispatcher(is_extend: bool) -> Any:
     """By SGLang's own factory; what a server sets up beforehand is stated here."""
-    import torch.distributed as dist
     from sglang.srt.layers.moe.fused_moe_triton import layer
     from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig
     from sglang.srt.layers.moe.utils import DeepEPMode, MoeA2ABackend
@@ -51,46 +49,47 @@ def make_dispatcher(is_extend: bool) -> Any:
     return dispatcher
 
 
-def run_dispatcher(path: str, is_extend: bool, in_halves: bool) -> Any:
+def run_dispatcher(is_extend: bool, in_halves: bool) -> Any:
     """On each rank and step: (what dispatch delivered, the output) with experts that multiply by number plus one."""
     from sglang.srt.layers.moe.token_dispatcher import DeepEPLLCombineInput, DeepEPNormalCombineInput
     from sglang.srt.layers.moe.topk import StandardTopKOutput
 
-    with process_group(path) as (rank, size):
-        dispatcher, share, found = make_dispatcher(is_extend), NUM_EXPERTS // size, []
-        with pytest.raises(ConfigError, match="wanted a dispatch before it"):
-            dispatcher.combine(None)
-        for nums in TOKENS:
-            tokens, weights, index = inputs(rank, nums[rank])
-            topk = StandardTopKOutput(weights, index, None)
-            if in_halves:
-                dispatcher.dispatch_a(tokens, topk)
-                output = dispatcher.dispatch_b()
-            else:
-                output = dispatcher.dispatch(hidden_states=tokens, topk_output=topk)
-            if is_extend:
-                assert output.format.is_deepep_normal()
-                factor = torch.where(output.topk_ids >= 0, output.topk_ids + rank * share + 1, 0)
-                rows = output.hidden_states * (factor * output.topk_weights).sum(dim=1, keepdim=True)
-                given: Any = DeepEPNormalCombineInput(rows, output.topk_ids, output.topk_weights)
-            else:
-                assert output.format.is_deepep_ll()
-                rows = output.hidden_states * (torch.arange(share)[:, None, None] + rank * share + 1)
-                given = DeepEPLLCombineInput(rows, output.topk_ids, output.topk_weights)
-            if in_halves:
-                dispatcher.combine_a(given)
-                out = dispatcher.combine_b()
-            else:
-                out = dispatcher.combine(given)
-            found.append((tuple(output), out))
-        return found
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dispatcher, share, found = make_dispatcher(is_extend), NUM_EXPERTS // size, []
+    with pytest.raises(ConfigError, match="wanted a dispatch before it"):
+        dispatcher.combine(None)
+    for nums in TOKENS:
+        tokens, weights, index = inputs(rank, nums[rank])
+        topk = StandardTopKOutput(weights, index, None)
+        if in_halves:
+            dispatcher.dispatch_a(tokens, topk)
+            output = dispatcher.dispatch_b()
+        else:
+            output = dispatcher.dispatch(hidden_states=tokens, topk_output=topk)
+        if is_extend:
+            assert output.format.is_deepep_normal()
+            factor = torch.where(output.topk_ids >= 0, output.topk_ids + rank * share + 1, 0)
+            rows = output.hidden_states * (factor * output.topk_weights).sum(dim=1, keepdim=True)
+            given: Any = DeepEPNormalCombineInput(rows, output.topk_ids, output.topk_weights)
+        else:
+            assert output.format.is_deepep_ll()
+            rows = output.hidden_states * (torch.arange(share)[:, None, None] + rank * share + 1)
+            given = DeepEPLLCombineInput(rows, output.topk_ids, output.topk_weights)
+        if in_halves:
+            dispatcher.combine_a(given)
+            out = dispatcher.combine_b()
+        else:
+            out = dispatcher.combine(given)
+        found.append((tuple(output), out))
+    return found
 
 
 @pytest.mark.parametrize("in_halves", [False, True], ids=["whole", "halves"])
 @pytest.mark.parametrize("is_extend", [True, False], ids=["prefill", "decode"])
-def test_dispatcher_equals_definition(tmp_path: Path, is_extend: bool, in_halves: bool) -> None:
+def test_dispatcher_equals_definition(is_extend: bool, in_halves: bool) -> None:
     size = 3 if in_halves else 2
-    by_rank, share = run_ranks(run_dispatcher, size, str(tmp_path), is_extend, in_halves, timeout=200), NUM_EXPERTS // size
+    by_rank = with_process_group(size, run_dispatcher, is_extend, in_halves, timeout=200)
+    share = NUM_EXPERTS // size
     for step, nums in enumerate(TOKENS):
         sent = [inputs(rank, nums[rank]) for rank in range(size)]
         for rank in range(size):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from process_groups import process_group
+import torch.distributed as dist
+from gloo_ranks import with_process_group
 
 from epcomm.errors import CapacityError, ConfigError, UnsupportedError
 from epcomm.integrations import token_switch
-from epcomm.testing.ranks import run_ranks
 
 has_switch = pytest.mark.skipif(token_switch.Routing is None, reason="TokenSwitch came with torch 2.14")
 NUM_EXPERTS, TOPK, HIDDEN, MAX_TOKENS = 6, 3, 17, 9
@@ -33,8 +32,6 @@ def inputs(rank: int, num: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 
 
 def make(size: int, **changes: int) -> Any:
-    import torch.distributed as dist
-
     sizes = {
         "num_experts": NUM_EXPERTS,
         "max_dispatch_tokens_per_rank": MAX_TOKENS,
@@ -50,25 +47,25 @@ def experts(rows: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, firs
     return rows * scales
 
 
-def run_switch(path: str) -> Any:
+def run_switch() -> Any:
     """On each rank and step: what dispatch delivered, the counts, outputs and gradients of the tokens."""
-    with process_group(path) as (rank, size):
-        switch, share, found = make(size), NUM_EXPERTS // size, []
-        for nums in TOKENS:
-            tokens, weights, index = inputs(rank, nums[rank])
-            counts = torch.full((share + 2,), -7, dtype=torch.int32)
-            routing = switch.create_routing(index, counts)
-            delivered = switch.dispatch(routing, tokens.requires_grad_(), weights, size * MAX_TOKENS)
-            out = switch.combine(routing, experts(*delivered, rank * share))
-            out.square().sum().backward()
-            found.append((*(part.detach() for part in delivered), counts, out.detach(), tokens.grad))
-        return found
+    rank, size = dist.get_rank(), dist.get_world_size()
+    switch, share, found = make(size), NUM_EXPERTS // size, []
+    for nums in TOKENS:
+        tokens, weights, index = inputs(rank, nums[rank])
+        counts = torch.full((share + 2,), -7, dtype=torch.int32)
+        routing = switch.create_routing(index, counts)
+        delivered = switch.dispatch(routing, tokens.requires_grad_(), weights, size * MAX_TOKENS)
+        out = switch.combine(routing, experts(*delivered, rank * share))
+        out.square().sum().backward()
+        found.append((*(part.detach() for part in delivered), counts, out.detach(), tokens.grad))
+    return found
 
 
 @has_switch
 @pytest.mark.parametrize("size", [2, 3])
-def test_switch_equals_definition(tmp_path: Path, size: int) -> None:
-    by_rank, share = run_ranks(run_switch, size, str(tmp_path)), NUM_EXPERTS // size
+def test_switch_equals_definition(size: int) -> None:
+    by_rank, share = with_process_group(size, run_switch), NUM_EXPERTS // size
     for step, nums in enumerate(TOKENS):
         sent = [inputs(rank, nums[rank]) for rank in range(size)]
         for rank in range(size):
@@ -92,16 +89,16 @@ def test_switch_equals_definition(tmp_path: Path, size: int) -> None:
             torch.testing.assert_close(gradient.double(), 2 * tokens * scale**2, rtol=1e-5, atol=1e-5)
 
 
-def run_errors(path: str) -> Any:
-    with process_group(path) as (rank, size):
-        tokens, weights, index = inputs(rank, 5)
-        with pytest.raises(CapacityError):
-            make(size, max_recv_tokens_per_rank=2).create_routing(index)
-        switch = make(size)
-        with pytest.raises(ConfigError, match="wanted room for"):
-            switch.dispatch(switch.create_routing(index), tokens, weights, 1)
+def run_errors() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    tokens, weights, index = inputs(rank, 5)
+    with pytest.raises(CapacityError):
+        make(size, max_recv_tokens_per_rank=2).create_routing(index)
+    switch = make(size)
+    with pytest.raises(ConfigError, match="wanted room for"):
+        switch.dispatch(switch.create_routing(index), tokens, weights, 1)
 
 
 @has_switch
-def test_too_little_room(tmp_path: Path) -> None:
-    run_ranks(run_errors, 2, str(tmp_path))
+def test_too_little_room() -> None:
+    with_process_group(2, run_errors)

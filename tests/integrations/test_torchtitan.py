@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from process_groups import process_group
-
-from epcomm.testing.ranks import run_ranks
+import torch.distributed as dist
+from gloo_ranks import with_process_group
 
 pytest.importorskip("torchtitan", minversion="0.3")
 
@@ -76,18 +74,17 @@ def gradients(moe: Any) -> dict[str, torch.Tensor]:
     return {name: weight.grad for name, weight in moe.named_parameters()}
 
 
-def run_layers(path: str) -> Any:
+def run_layers() -> Any:
     """On each rank, for torchtitan's dispatcher and for epcomm's: (results by step, gradients of the weights)."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    with process_group(path) as (rank, size):
-        mesh = init_device_mesh("cpu", (size,))
-        found = []
-        for imports in ([], [OVERRIDE]):
-            moe = spread(layer(imports), rank, mesh)
-            steps = [run(moe, tokens(rank, lengths[rank])) for lengths in (LENGTHS if imports else LENGTHS[:-1])]
-            found.append((steps, gradients(moe)))
-        return found
+    rank, found = dist.get_rank(), []
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for imports in ([], [OVERRIDE]):
+        moe = spread(layer(imports), rank, mesh)
+        steps = [run(moe, tokens(rank, lengths[rank])) for lengths in (LENGTHS if imports else LENGTHS[:-1])]
+        found.append((steps, gradients(moe)))
+    return found
 
 
 def close(got: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -96,8 +93,8 @@ def close(got: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_layer_equals_one_process(tmp_path: Path, size: int) -> None:
-    by_rank = run_ranks(run_layers, size, str(tmp_path), timeout=300)
+def test_layer_equals_one_process(size: int) -> None:
+    by_rank = with_process_group(size, run_layers, timeout=300)
     moe = layer([])
     for rank, ((own_steps, _), (steps, _)) in enumerate(by_rank):
         for (out, _), (own, _) in zip(steps, own_steps):

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from process_groups import process_group
+import torch.distributed as dist
+from gloo_ranks import with_process_group
 from transformers_models import FAMILIES, tiny_model
-
-from epcomm.testing.ranks import run_ranks
 
 pytest.importorskip("transformers", minversion="5.24")
 
@@ -48,16 +47,15 @@ def whole_gradients(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def run_models(path: str, families: list[str]) -> list[Any]:
     """On each rank: (logits by step, gradients) of each family's model."""
-    found = []
-    with process_group(path) as (rank, size):
-        for family in families:
-            model = load(path, family, fsdp_size=size, ep_size=size)
-            logits = []
-            for lengths in LENGTHS:
-                out = model(batch(rank, lengths[rank])).logits
-                out.square().sum().backward()
-                logits.append(out.detach())
-            found.append((logits, whole_gradients(model)))
+    rank, size, found = dist.get_rank(), dist.get_world_size(), []
+    for family in families:
+        model = load(path, family, fsdp_size=size, ep_size=size)
+        logits = []
+        for lengths in LENGTHS:
+            out = model(batch(rank, lengths[rank])).logits
+            out.square().sum().backward()
+            logits.append(out.detach())
+        found.append((logits, whole_gradients(model)))
     return found
 
 
@@ -88,7 +86,7 @@ def assert_equal(got: dict[Any, torch.Tensor], wanted: dict[Any, torch.Tensor], 
 def check(tmp_path: Path, families: list[str], size: int) -> None:
     for family in families:
         tiny_model(family).save_pretrained(tmp_path / family)
-    by_rank = run_ranks(run_models, size, str(tmp_path), families, timeout=300)
+    by_rank = with_process_group(size, run_models, str(tmp_path), families, timeout=300)
     for number, family in enumerate(families):
         logits, gradients = one_process(family, size)
         for rank in range(size):
@@ -109,8 +107,8 @@ def test_models_equal_one_process(tmp_path: Path, size: int) -> None:
 
 def run_shared_batch(path: str, family: str) -> Any:
     """On each rank, which hold one batch and split attention between them too: logits by length."""
-    with process_group(path) as (_, size), torch.no_grad():
-        model = load(path, family, tp_size=size, ep_size=size)
+    with torch.no_grad():
+        model = load(path, family, tp_size=dist.get_world_size(), ep_size=dist.get_world_size())
         return [model(batch(0, length)).logits for length in (5, 1, 4)]
 
 
@@ -118,7 +116,7 @@ def test_ranks_that_share_a_batch(tmp_path: Path) -> None:
     model = tiny_model("qwen3_moe")
     model.save_pretrained(tmp_path / "qwen3_moe")
     wanted = {step: model(batch(0, length)).logits.detach() for step, length in enumerate((5, 1, 4))}
-    for got in run_ranks(run_shared_batch, 2, str(tmp_path), "qwen3_moe", timeout=300):
+    for got in with_process_group(2, run_shared_batch, str(tmp_path), "qwen3_moe", timeout=300):
         assert_equal(dict(enumerate(got)), wanted, "logits")
 
 
@@ -135,15 +133,14 @@ def tokens(rank: int, num: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 
 def run_empty(path: str, family: str) -> Any:
     """On each rank: outputs and gradients of the inputs by step, and those of the experts."""
-    with process_group(path) as (rank, size):
-        experts = load(path, family, fsdp_size=size, ep_size=size).model.layers[0].mlp.experts
-        found = []
-        for nums in TOKENS:
-            hidden, index, weights = tokens(rank, nums[rank])
-            out = experts(hidden.requires_grad_(), index, weights.requires_grad_())
-            out.square().sum().backward()
-            found.append((out.detach(), hidden.grad, weights.grad))
-        return found, whole_gradients(experts)
+    rank, size, found = dist.get_rank(), dist.get_world_size(), []
+    experts = load(path, family, fsdp_size=size, ep_size=size).model.layers[0].mlp.experts
+    for nums in TOKENS:
+        hidden, index, weights = tokens(rank, nums[rank])
+        out = experts(hidden.requires_grad_(), index, weights.requires_grad_())
+        out.square().sum().backward()
+        found.append((out.detach(), hidden.grad, weights.grad))
+    return found, whole_gradients(experts)
 
 
 def test_ranks_without_tokens(tmp_path: Path) -> None:
@@ -151,7 +148,7 @@ def test_ranks_without_tokens(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "qwen3_moe")
     model.set_experts_implementation("eager")
     experts = model.model.layers[0].mlp.experts
-    by_rank = run_ranks(run_empty, 2, str(tmp_path), "qwen3_moe", timeout=300)
+    by_rank = with_process_group(2, run_empty, str(tmp_path), "qwen3_moe", timeout=300)
     for rank, (found, _) in enumerate(by_rank):
         for step, got in enumerate(found):
             hidden, index, weights = tokens(rank, TOKENS[step][rank])

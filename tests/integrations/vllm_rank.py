@@ -1,4 +1,7 @@
-"""One data-parallel rank of vLLM: `python vllm_rank.py <rank> <ranks> <port> <model> <prompts as JSON>` prints tokens."""
+"""One data-parallel rank of vLLM, which prints the tokens of its prompts.
+
+    python vllm_rank.py RANK NUM_RANKS PORT MODEL PROMPTS_AS_JSON
+"""
 
 import json
 import os
