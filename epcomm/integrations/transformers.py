@@ -51,7 +51,7 @@ class EpcommExperts(EPImplementation):
             )
         ep = handles_of(self.ep_mesh.get_group(), hidden_states.device).for_batch(
             len(hidden_states),
-            num_experts=self.num_local_experts * self.ep_mesh.size(),
+            num_experts=int(self.num_local_experts) * self.ep_mesh.size(),
             topk=top_k_index.shape[1],
             hidden=hidden_states.shape[1],
             dtype=hidden_states.dtype,
@@ -63,7 +63,7 @@ class EpcommExperts(EPImplementation):
         mine = ep.combine(outputs, received, top_k_weights.float())
         if self.tp_mesh.size() == 1:
             return mine
-        shape = (num_tokens, mine.shape[1])
+        shape = torch.Size((num_tokens, mine.shape[1]))
         shares = DTensor.from_local(mine, self.tp_mesh, [Shard(0)], shape=shape, stride=(shape[1], 1))
         return shares.full_tensor()
 
