@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from epcomm.collectives.algorithms import chosen_algorithm
+from epcomm.collectives.selection import chosen_algorithm
 from epcomm.collectives.copy_engine import CopyMove
 from epcomm.device.control import GENERATION_SHIFT
 from epcomm.heap.private import PrivateMemory

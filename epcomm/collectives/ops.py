@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from epcomm.collectives.algorithms import check_algorithm
+from epcomm.collectives.selection import check_algorithm
 from epcomm.collectives.bind import Binder
 from epcomm.collectives.checks import (
     check_divisible,

@@ -1,0 +1,134 @@
+"""From operations to steps: who waits for whom through memory, what a step can do in one go, what need not be stored."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from epcomm.collectives.language.operations import Operation, Place
+from epcomm.collectives.plan import Collective, Location, Op
+
+
+@dataclass(eq=False)
+class Node:
+    """A step in the making. `sends` and `receives` are the nodes at the other ends of its messages."""
+
+    rank: int
+    op: Op
+    src: Location | None
+    dst: Location | None
+    count: int
+    channel: int  # as the program says; the compiler may add to it
+    instance: int
+    number: int  # nodes in the order made: each waits for earlier ones only
+    after: set[Node] = field(default_factory=set)
+    sends: Node | None = None
+    receives: Node | None = None
+    depth: int = 0  # of the longest chain of nodes that it waits for
+
+
+#: What a receiving step becomes when it also sends what it got.
+_AND_SEND = {Op.RECV: Op.RECV_COPY_SEND, Op.RECV_REDUCE_COPY: Op.RECV_REDUCE_COPY_SEND}
+
+
+class _Memory:
+    """Who wrote and who read each chunk last, by the addresses of one placement."""
+
+    def __init__(self, collective: Collective, in_place: bool):
+        self._collective, self._in_place = collective, in_place
+        self._writer: dict[tuple, Node] = {}
+        self._readers: dict[tuple, list[Node]] = defaultdict(list)
+        self._is_needed: dict[Node, bool] = defaultdict(bool)
+
+    def _keys(self, rank: int, location: Location, count: int) -> list[tuple]:
+        buffer, first = location
+        if self._in_place and buffer != "scratch":
+            overlay = self._collective.overlay(rank)
+            buffer, first = "shared", first + overlay[buffer == "output"]
+        return [(rank, buffer, index) for index in range(first, first + count)]
+
+    def writers(self, rank: int, location: Location, count: int) -> set[Node | None]:
+        return {self._writer.get(key) for key in self._keys(rank, location, count)}
+
+    def read(self, node: Node, location: Location) -> None:
+        for key in self._keys(node.rank, location, node.count):
+            writer = self._writer.get(key)
+            if writer is not None and writer is not node:
+                node.after.add(writer)
+                self._is_needed[writer] = True
+            self._readers[key].append(node)
+
+    def write(self, node: Node, location: Location) -> None:
+        for key in self._keys(node.rank, location, node.count):
+            node.after |= {other for other in (self._writer.get(key), *self._readers[key]) if other not in (None, node)}
+            self._writer[key] = node
+            self._readers[key].clear()
+
+    def needed(self) -> set[Node]:
+        """Nodes that wrote something which is read, or is there at the end as a result."""
+        needed = {node for node, is_needed in self._is_needed.items() if is_needed}
+        for rank in range(self._collective.num_ranks):
+            count = self._collective.output_chunks(rank)
+            needed |= {node for node in self.writers(rank, Location("output", 0), count) if node is not None}
+        return needed
+
+
+class Lowering:
+    """Makes nodes of operations, added in the program's order. `nodes` is complete once `finish` was called."""
+
+    def __init__(self, collective: Collective, placements: tuple[bool, ...]):
+        self.nodes: list[Node] = []
+        self._memories = [_Memory(collective, in_place) for in_place in placements]
+
+    def add(self, operation: Operation, instance: int) -> None:
+        src, dst = Location(*operation.src[1:]), Location(*operation.dst[1:])
+        local = None if operation.local is None else Location(*operation.local[1:])
+        is_remote = operation.src.rank != operation.dst.rank
+        sender = self._sender(operation, src, instance) if is_remote else None
+        if sender is None:
+            op = Op.COPY if local is None else Op.REDUCE
+            node = self._node(operation.dst, op, src, dst, operation, instance)
+            self._access(node, src, dst)
+            return
+        op = Op.RECV if local is None else Op.RECV_REDUCE_COPY
+        node = self._node(operation.dst, op, local, dst, operation, instance)
+        node.receives, sender.sends = sender, node
+        self._access(node, local, dst)
+
+    def finish(self) -> None:
+        """Drops stores that nobody reads, then finds depths."""
+        needed = set().union(*(memory.needed() for memory in self._memories))
+        for node in self.nodes:
+            if node.op is Op.RECV_REDUCE_COPY_SEND and node not in needed:
+                node.op, node.dst = Op.RECV_REDUCE_SEND, None
+            earlier = node.after | ({node.receives} if node.receives else set())
+            node.depth = 1 + max((other.depth for other in earlier), default=-1)
+
+    def _sender(self, operation: Operation, src: Location, instance: int) -> Node:
+        """Who sends: the node that has just received exactly this, if there is one, else a new one."""
+        rank, count, channel = operation.src.rank, operation.count, operation.channel
+        writers = set().union(*(memory.writers(rank, src, count) for memory in self._memories))
+        node = writers.pop() if len(writers) == 1 else None
+        if node is not None and node.op in _AND_SEND:
+            if (node.dst, node.count, node.channel, node.instance) == (src, count, channel, instance):
+                node.op = _AND_SEND[node.op]
+                return node
+        node = self._node(operation.src, Op.SEND, src, None, operation, instance)
+        self._access(node, src, None)
+        return node
+
+    def _node(
+        self, at: Place, op: Op, src: Location | None, dst: Location | None, operation: Operation, instance: int
+    ) -> Node:
+        node = Node(at.rank, op, src, dst, operation.count, operation.channel, instance, len(self.nodes))
+        self.nodes.append(node)
+        return node
+
+    def _access(self, node: Node, src: Location | None, dst: Location | None) -> None:
+        for memory in self._memories:
+            if src is not None:
+                memory.read(node, src)
+            if dst is not None:
+                if node.op is Op.REDUCE:
+                    memory.read(node, dst)
+                memory.write(node, dst)

@@ -1,0 +1,198 @@
+"""A plan as arrays, and the checks that need no more than them: what steps name exists, and messages match.
+
+Steps are numbered rank by rank and program by program; a step's predecessor in its program is the step before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+
+import numpy as np
+
+from epcomm.collectives.plan.passes import (
+    COUNT,
+    DST,
+    END_DEPENDENCY,
+    FIRST_DEPENDENCY,
+    FLAGS,
+    INDEX,
+    MATCH,
+    NUM_COLUMNS,
+    PROGRAM,
+    RANK,
+    RECEIVES,
+    SENDS,
+    SRC,
+)
+from epcomm.collectives.plan.plan import BUFFERS, Plan, Position, Step
+from epcomm.errors import PlanError
+
+_BUFFER_NUMBER = {buffer: number for number, buffer in enumerate(BUFFERS)}
+
+
+def _columns(rank: int, program: int, channel: int, index: int, step: Step) -> tuple[int, ...]:
+    src, dst = step.src, step.dst
+    return (
+        rank,
+        program,
+        channel,
+        index,
+        step.op.flags,
+        step.count,
+        -1 if src is None else _BUFFER_NUMBER[src.buffer],
+        0 if src is None else src.offset,
+        -1 if dst is None else _BUFFER_NUMBER[dst.buffer],
+        0 if dst is None else dst.offset,
+        -1 if step.receive_from is None else step.receive_from,
+        -1 if step.send_to is None else step.send_to,
+        len(step.after),
+    )
+
+
+class Graph:
+    """A plan's steps as columns, int64 [num_steps] each; PlanError ("range", "message") unless they fit together."""
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+        rows, self._first_step, after = [], [], []
+        for rank, programs in enumerate(plan.programs):
+            firsts = []
+            for number, program in enumerate(programs):
+                firsts.append(len(rows))
+                rows += [
+                    _columns(rank, number, program.channel, index, step) for index, step in enumerate(program.steps)
+                ]
+                after += [(rank, *dependency) for step in program.steps for dependency in step.after]
+            self._first_step.append(firsts)
+        table = np.array(rows, np.int64).reshape(-1, 13)
+        (self.rank, self.program, self.channel, self.index, self.flags, self.count, self.src_buffer, self.src_offset,
+         self.dst_buffer, self.dst_offset, self.receive_from, self.send_to, num_after) = np.ascontiguousarray(table.T)
+        self.num_steps = len(table)
+        self._check_peers()
+        self._check_ranges()
+        self.first_dependency = np.concatenate([[0], np.cumsum(num_after)]).astype(np.int64)
+        self.dependencies = self._dependencies(after)
+        self.match, self.slot_freed_by = self._matched_messages()
+
+    def position(self, number: int) -> Position:
+        """Where the step of this number is."""
+        return Position(*(int(column[number]) for column in (self.rank, self.program, self.index, self.channel)))
+
+    def step(self, number: int) -> Step:
+        at = self.position(number)
+        return self.plan.programs[at.rank][at.program].steps[at.step]
+
+    def describe(self, number: int) -> str:
+        """Position and contents of a step."""
+        return f"{self.position(number)} ({self.step(number)})"
+
+    def error(self, kind: str, problem: str, number: int, other: int | None = None) -> PlanError:
+        message = f"plan {self.plan.name}: {self.describe(number)}: {problem}"
+        return PlanError(kind, message, self.position(number), None if other is None else self.position(other))
+
+    def addressed(self, in_place: bool) -> np.ndarray:
+        """The columns that `passes` read, int64 [num_steps, NUM_COLUMNS], with addresses in the rank's memory."""
+        bases = np.array([self.plan.bases(rank, in_place)[:3] for rank in range(self.plan.num_ranks)])
+        steps = np.empty((self.num_steps, NUM_COLUMNS), np.int64)
+        steps[:, RANK], steps[:, PROGRAM], steps[:, INDEX] = self.rank, self.program, self.index
+        steps[:, FLAGS], steps[:, COUNT], steps[:, MATCH] = self.flags, self.count, self.match
+        steps[:, SRC] = bases[self.rank, self.src_buffer] + self.src_offset
+        steps[:, DST] = bases[self.rank, self.dst_buffer] + self.dst_offset
+        steps[:, FIRST_DEPENDENCY] = self.first_dependency[:-1]
+        steps[:, END_DEPENDENCY] = self.first_dependency[1:]
+        has_both = (self.src_buffer >= 0) & (self.dst_buffer >= 0)
+        distance = np.abs(steps[:, SRC] - steps[:, DST])
+        for number in np.flatnonzero(has_both & (distance > 0) & (distance < self.count)):
+            raise self.error("range", "source and destination overlap without being the same", int(number))
+        return steps
+
+    def edges(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """What must be complete before what, (earlier, later) steps: program order, dependencies, messages, slots."""
+        later = np.flatnonzero(self.index > 0)
+        yield later - 1, later
+        yield self.dependencies, np.repeat(np.arange(self.num_steps), np.diff(self.first_dependency))
+        for earlier in (self.match, self.slot_freed_by):
+            later = np.flatnonzero(earlier >= 0)
+            yield earlier[later], later
+
+    def _check_peers(self) -> None:
+        for peer, is_used in ((self.receive_from, self.flags & RECEIVES), (self.send_to, self.flags & SENDS)):
+            bad = (is_used > 0) & ((peer < 0) | (peer >= self.plan.num_ranks) | (peer == self.rank))
+            for number in np.flatnonzero(bad):
+                problem = f"a peer is another rank below {self.plan.num_ranks}"
+                raise self.error("range", problem, int(number))
+
+    def _check_ranges(self) -> None:
+        ranks = range(self.plan.num_ranks)
+        sizes = np.array([[self.plan.buffer_chunks(buffer, rank) for buffer in BUFFERS] for rank in ranks])
+        for buffer, offset in ((self.src_buffer, self.src_offset), (self.dst_buffer, self.dst_offset)):
+            size = sizes[self.rank, buffer]
+            for number in np.flatnonzero((buffer >= 0) & (offset + self.count > size)):
+                problem = f"{BUFFERS[buffer[number]]} has {size[number]} chunks on this rank"
+                raise self.error("range", problem, int(number))
+
+    def _dependencies(self, after: list[tuple[int, int, int]]) -> np.ndarray:
+        """The numbers of the steps that steps name, in the order of `first_dependency`."""
+        found = []
+        for entry, (rank, program, step) in enumerate(after):
+            programs = self.plan.programs[rank]
+            if not (0 <= program < len(programs) and 0 <= step < len(programs[program].steps)):
+                number = int(np.searchsorted(self.first_dependency, entry, side="right")) - 1
+                raise self.error("range", f"waits for step {step} of program {program}, which isn't there", number)
+            found.append(self._first_step[rank][program] + step)
+        return np.array(found, np.int64)
+
+    def _matched_messages(self) -> tuple[np.ndarray, np.ndarray]:
+        """For each receiving step the step that sends its message; for each sending one the one that frees its slot.
+
+        -1 for other steps, and for sends that find their FIFO with slots to spare.
+        """
+        sends, receives = (np.flatnonzero(self.flags & flag) for flag in (SENDS, RECEIVES))
+        sends = self._by_fifo(sends, self.rank[sends], self.send_to[sends])
+        receives = self._by_fifo(receives, self.receive_from[receives], self.rank[receives])
+        send_fifos = [self.rank[sends], self.send_to[sends], self.channel[sends]]
+        receive_fifos = [self.receive_from[receives], self.rank[receives], self.channel[receives]]
+        if len(sends) != len(receives) or any((a != b).any() for a, b in zip(send_fifos, receive_fifos)):
+            raise self._unmatched(sends, send_fifos, receives, receive_fifos)
+        for at in np.flatnonzero(self.count[sends] != self.count[receives]):
+            sender = self.describe(int(sends[at]))
+            problem = f"the message that it receives has another count: it is sent by {sender}"
+            raise self.error("message", problem, int(receives[at]), int(sends[at]))
+        match, slot_freed_by = np.full((2, self.num_steps), -1)
+        match[receives] = sends
+        depth = self.plan.fifo_depth
+        is_same = np.logical_and.reduce([fifo[depth:] == fifo[:-depth] for fifo in send_fifos])
+        slot_freed_by[sends[depth:][is_same]] = receives[:-depth][is_same]
+        return match, slot_freed_by
+
+    def _by_fifo(self, steps: np.ndarray, src: np.ndarray, dst: np.ndarray) -> np.ndarray:
+        """Steps sorted by FIFO, in program order within each; all of one FIFO must be of one program."""
+        keys = [src, dst, self.channel[steps]]
+        order = np.lexsort([steps, *reversed(keys)])
+        steps, keys = steps[order], [key[order] for key in keys]
+        is_same = np.logical_and.reduce([key[1:] == key[:-1] for key in keys])
+        for at in np.flatnonzero(is_same & (self.program[steps[1:]] != self.program[steps[:-1]])):
+            other = int(steps[at])
+            problem = f"another program uses the same FIFO: {self.describe(other)}; their order is open"
+            raise self.error("message", problem, int(steps[at + 1]), other)
+        return steps
+
+    def _unmatched(self, sends: np.ndarray, send_fifos: list, receives: np.ndarray, receive_fifos: list) -> PlanError:
+        """The error for a FIFO with more sends than receives, or fewer."""
+        sent, received = ({} for _ in range(2))  # type: dict[tuple, list[int]], dict[tuple, list[int]]
+        for steps, fifos, found in ((sends, send_fifos, sent), (receives, receive_fifos, received)):
+            for number, *fifo in zip(steps.tolist(), *(column.tolist() for column in fifos)):
+                found.setdefault(tuple(fifo), []).append(number)
+        for fifo in sorted({*sent, *received}):
+            num_sent, num_received = len(sent.get(fifo, ())), len(received.get(fifo, ()))
+            if num_sent != num_received:
+                break
+        src, dst, channel = fifo
+        counts = f"rank {src} sends {num_sent} messages to rank {dst} on channel {channel}, which receives {num_received}"
+        first = min(num_sent, num_received)
+        if num_sent > num_received:
+            return self.error("message", f"its message is never received: {counts}", sent[fifo][first])
+        return self.error("message", f"its message is never sent: {counts}", received[fifo][first])
+
+
