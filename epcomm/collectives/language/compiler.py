@@ -1,13 +1,14 @@
-"""From a traced program to a plan: order, channels, dependencies.
+"""From a traced program to a plan: channels, order, dependencies.
 
-Steps are ordered by depth, the length of the longest chain of steps before them, so that what can go on at once stands
-side by side whatever the order of the program's loops. Channels are then chosen so that what is sent first is received
-first.
+Steps go by depth, the length of the longest chain of steps before them, so that what can go on at once stands side by
+side whatever the order of the program's loops. Channels are chosen so that what is sent first is received first. The
+order is then that of a run with FIFOs of the given depth, so it can't deadlock at that depth.
 """
 
 from __future__ import annotations
 
 import bisect
+import heapq
 import itertools
 from collections import defaultdict
 from typing import TYPE_CHECKING
@@ -15,15 +16,15 @@ from typing import TYPE_CHECKING
 from epcomm.collectives.language.nodes import Lowering, Node
 from epcomm.collectives.language.operations import Instances
 from epcomm.collectives.plan import Dependency, Plan, Program, Step
-from epcomm.collectives.plan.graph import Graph
-from epcomm.collectives.plan.verify import execution_order
-from epcomm.errors import ConfigError, PlanError
+from epcomm.errors import ConfigError
 
 if TYPE_CHECKING:
     from epcomm.collectives.language.trace import Trace
 
-#: (instance's channel, program's channel, number among those that keep messages in order)
+#: (instance's channel, program's channel, number among those that keep messages in order): becomes a plan's channel
 _Lane = tuple[int, int, int]
+#: (from, to, lane)
+_Fifo = tuple[int, int, _Lane]
 
 
 def compile_trace(trace: Trace, channels: int, pieces: int, fifo_depth: int) -> Plan:
@@ -38,56 +39,114 @@ def compile_trace(trace: Trace, channels: int, pieces: int, fifo_depth: int) -> 
         for operation in instances.operations(instance, trace.operations):
             lowering.add(operation, instance)
     lowering.finish()
-    # All pieces at once go through the FIFOs best, unless they fill them; then as many at once as pass.
-    windows = [pieces, *(window for window in _halves(fifo_depth - 1) if window < pieces)]
-    for window in windows:
-        programs = _programs(lowering.nodes, trace.collective.num_ranks, pieces, window)
-        plan = Plan(
-            trace.name, instances.scaled, programs, _used_scratch(programs), fifo_depth,
-            in_place=trace.in_place, out_of_place=trace.out_of_place,
-        )  # fmt: skip
-        try:
-            execution_order(Graph(plan))
-        except PlanError as error:
-            if error.kind != "deadlock":
-                raise
-            problem = str(error)
-        else:
-            return plan
-    raise ConfigError(f"{trace.name}: no order of its steps fits FIFOs of {fifo_depth} messages: {problem}")
+    nodes = sorted(lowering.nodes, key=lambda node: (node.depth, node.instance % pieces, node.number))
+    lanes = _assign_lanes(nodes, pieces)
+    run = _run(nodes, lanes, fifo_depth)
+    if len(run) < len(nodes):
+        raise ConfigError(f"{trace.name}: no order of its steps was found for FIFOs of {fifo_depth} messages")
+    programs = _programs(run, lanes, trace.collective.num_ranks)
+    return Plan(
+        trace.name, instances.scaled, programs, _used_scratch(programs), fifo_depth,
+        in_place=trace.in_place, out_of_place=trace.out_of_place,
+    )  # fmt: skip
 
 
-def _used_scratch(programs: tuple[tuple[Program, ...], ...]) -> int:
-    """Chunks of scratch that are left in use when stores that nobody reads are dropped."""
-    steps = (step for of_rank in programs for program in of_rank for step in program.steps)
-    uses = ((place, step.count) for step in steps for place in (step.src, step.dst) if place is not None)
-    return max((place.offset + count for place, count in uses if place.buffer == "scratch"), default=0)
+def _assign_lanes(ordered: list[Node], pieces: int) -> dict[Node, _Lane]:
+    """A lane for each node; nodes that pass a message on share one.
 
-
-def _halves(number: int) -> list[int]:
-    return [number >> shift for shift in range(number.bit_length())] or [1]
-
-
-def _programs(nodes: list[Node], num_ranks: int, pieces: int, window: int) -> tuple[tuple[Program, ...], ...]:
-    """Each rank's programs, one per channel, with `window` pieces on their way at once."""
-
-    def key(node: Node) -> tuple[int, ...]:
-        piece = node.instance % pieces
-        return piece // window, node.depth, piece, node.number
-
-    ordered = sorted(nodes, key=key)
+    Two messages from one rank to another can share a lane if the one that is sent first is received first.
+    """
     place = {node: at for at, node in enumerate(ordered)}
-    lanes = _assign_lanes(ordered, place, pieces)
-    channel_of = {lane: channel for channel, lane in enumerate(sorted(set(lanes.values())))}
-    steps: list[list[list[Node]]] = [[[] for _ in channel_of] for _ in range(num_ranks)]
-    at: dict[Node, Dependency] = {}
+    lanes: dict[Node, _Lane] = {}
+    messages: dict[_Fifo, list[tuple[int, int]]] = defaultdict(list)  # (place of send, of receive) of each, ascending
     for node in ordered:
+        if node in lanes:
+            continue
+        chain = [node]
+        while (following := chain[-1].sends) is not None:
+            chain.append(following)
+        links = [(a.rank, b.rank, (place[a], place[b])) for a, b in zip(chain, chain[1:])]
+        for number in itertools.count():
+            lane = (node.instance // pieces, node.channel, number)
+            if all(_keeps_order(messages[src, dst, lane], message) for src, dst, message in links):
+                break
+        for src, dst, message in links:
+            bisect.insort(messages[src, dst, lane], message)
+        lanes |= dict.fromkeys(chain, lane)
+    return lanes
+
+
+def _keeps_order(messages: list[tuple[int, int]], message: tuple[int, int]) -> bool:
+    at = bisect.bisect(messages, message)
+    return (at == 0 or messages[at - 1][1] < message[1]) and (at == len(messages) or message[1] < messages[at][1])
+
+
+def _run(ordered: list[Node], lanes: dict[Node, _Lane], fifo_depth: int) -> list[Node]:
+    """The nodes as they run, one at a time, the first that can go on; less than all if none can.
+
+    A new message leaves one slot of its FIFO free, which those that are passed on may fill: else a ring of full FIFOs,
+    each waiting for the next, could come about (known from networks as bubble flow control).
+    """
+    place = {node: at for at, node in enumerate(ordered)}
+    num_awaited: list[int] = []
+    later: dict[Node, list[int]] = defaultdict(list)
+    last: dict[tuple[_Fifo, bool], Node] = {}  # that sent into a FIFO, or received from it
+    for at, node in enumerate(ordered):
+        awaited = set(node.after)
+        if node.receives is not None:
+            awaited.add(node.receives)
+        for fifo, is_send in ((_fifo_in(node, lanes), False), (_fifo_out(node, lanes), True)):
+            if fifo is not None:
+                awaited |= {last[fifo, is_send]} if (fifo, is_send) in last else set()
+                last[fifo, is_send] = node
+        num_awaited.append(len(awaited))
+        for other in awaited:
+            later[other].append(at)
+    ready = [at for at, number in enumerate(num_awaited) if number == 0]
+    free: dict[_Fifo, int] = defaultdict(lambda: fifo_depth)
+    parked: dict[_Fifo, int] = {}
+    run = []
+    while ready:
+        node = ordered[heapq.heappop(ready)]
+        fifo = _fifo_out(node, lanes)
+        if fifo is not None:
+            if free[fifo] < (1 if node.receives is not None or fifo_depth == 1 else 2):
+                parked[fifo] = place[node]
+                continue
+            free[fifo] -= 1
+        run.append(node)
+        freed = _fifo_in(node, lanes)
+        if freed is not None:
+            free[freed] += 1
+            if freed in parked:
+                heapq.heappush(ready, parked.pop(freed))
+        for at in later[node]:
+            num_awaited[at] -= 1
+            if num_awaited[at] == 0:
+                heapq.heappush(ready, at)
+    return run
+
+
+def _fifo_in(node: Node, lanes: dict[Node, _Lane]) -> _Fifo | None:
+    return None if node.receives is None else (node.receives.rank, node.rank, lanes[node])
+
+
+def _fifo_out(node: Node, lanes: dict[Node, _Lane]) -> _Fifo | None:
+    return None if node.sends is None else (node.rank, node.sends.rank, lanes[node])
+
+
+def _programs(run: list[Node], lanes: dict[Node, _Lane], num_ranks: int) -> tuple[tuple[Program, ...], ...]:
+    """Each rank's programs, one per channel, in the order of a run."""
+    channel_of = {lane: channel for channel, lane in enumerate(sorted(set(lanes.values())))}
+    nodes: list[list[list[Node]]] = [[[] for _ in channel_of] for _ in range(num_ranks)]
+    at: dict[Node, Dependency] = {}
+    for node in run:
         channel = channel_of[lanes[node]]
-        at[node] = Dependency(channel, len(steps[node.rank][channel]))
-        steps[node.rank][channel].append(node)
+        at[node] = Dependency(channel, len(nodes[node.rank][channel]))
+        nodes[node.rank][channel].append(node)
     return tuple(
-        tuple(Program(channel, _steps(program, channel, at)) for channel, program in enumerate(programs))
-        for programs in steps
+        tuple(Program(channel, _steps(program, channel, at)) for channel, program in enumerate(of_rank))
+        for of_rank in nodes
     )
 
 
@@ -107,32 +166,8 @@ def _steps(nodes: list[Node], channel: int, at: dict[Node, Dependency]) -> tuple
     return tuple(steps)
 
 
-def _assign_lanes(ordered: list[Node], place: dict[Node, int], pieces: int) -> dict[Node, _Lane]:
-    """A channel for each node. Nodes that pass a message on share one, as do all between whom order is kept.
-
-    `place` numbers the nodes in their order. Two messages from one rank to another can share a channel if the one that
-    is sent first is received first.
-    """
-    lanes: dict[Node, _Lane] = {}
-    fifos: dict[tuple, list[tuple[int, int]]] = defaultdict(list)  # (place of send, of receive) of each, ascending
-    for node in ordered:
-        base = (node.instance // pieces, node.channel)
-        if node in lanes:
-            continue
-        chain = [node]
-        while (following := chain[-1].sends) is not None:
-            chain.append(following)
-        links = [((a.rank, b.rank), (place[a], place[b])) for a, b in zip(chain, chain[1:])]
-        for number in itertools.count():
-            lane = (*base, number)
-            if all(_keeps_order(fifos[ends, lane], message) for ends, message in links):
-                break
-        for ends, message in links:
-            bisect.insort(fifos[ends, lane], message)
-        lanes |= dict.fromkeys(chain, lane)
-    return lanes
-
-
-def _keeps_order(messages: list[tuple[int, int]], message: tuple[int, int]) -> bool:
-    at = bisect.bisect(messages, message)
-    return (at == 0 or messages[at - 1][1] < message[1]) and (at == len(messages) or message[1] < messages[at][1])
+def _used_scratch(programs: tuple[tuple[Program, ...], ...]) -> int:
+    """Chunks of scratch that are in use once stores that nobody reads are dropped."""
+    steps = (step for of_rank in programs for program in of_rank for step in program.steps)
+    uses = ((place, step.count) for step in steps for place in (step.src, step.dst) if place is not None)
+    return max((place.offset + count for place, count in uses if place.buffer == "scratch"), default=0)
