@@ -48,7 +48,7 @@ def switching_ring(num_ranks: int, **arguments: int) -> Plan:
 def mutated(plan: Plan, mutation: str, generator: np.random.Generator) -> Plan | None:
     """The plan with one mutation at a random place; None if no place has what it changes."""
     ranks: _Ranks = [[(program.channel, list(program.steps)) for program in programs] for programs in plan.programs]
-    places = [(r, p, s) for r, programs in enumerate(ranks) for p, (_, steps) in enumerate(programs) for s in range(len(steps))]
+    places = [position[:3] for position, _ in plan.steps()]
     for at in generator.permutation(len(places)):
         if MUTATIONS[mutation](plan, ranks, places[at], generator):
             programs = tuple(
@@ -184,6 +184,6 @@ def _change(plan: Plan, ranks: _Ranks, at: tuple[int, int, int], generator: np.r
 
 
 MUTATIONS: dict[str, Callable[[Plan, _Ranks, tuple[int, int, int], np.random.Generator], bool]] = {
-    "drop": _drop, "unsend": _unsend, "repeat": _repeat, "swap": _swap, "undepend": _undepend, "redirect": _redirect, "move": _move,
-    "rechannel": _rechannel, "change": _change,
+    "drop": _drop, "unsend": _unsend, "repeat": _repeat, "swap": _swap, "undepend": _undepend,
+    "redirect": _redirect, "move": _move, "rechannel": _rechannel, "change": _change,
 }  # fmt: skip

@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from plan_checks import assert_runs_right, completed_first, inputs_of, wrong_ranks
+from plan_mutations import MUTATIONS, mutated, sources
 
 from epcomm.collectives.algorithms import ALGORITHMS
 from epcomm.collectives.plan import Collective, Dependency, Location, Op, Plan, Position, Program, Step
 from epcomm.collectives.plan.reference import Execution, starving
 from epcomm.collectives.plan.verify import verify
 from epcomm.errors import PlanError
-from plan_checks import assert_runs_right, completed_first, inputs_of, wrong_ranks
-from plan_mutations import MUTATIONS, mutated, sources
 
 
 def location(text: str) -> Location:
@@ -44,9 +44,10 @@ def refused(plan: Plan, kind: str) -> PlanError:
     return caught.value
 
 
+COPY = step("copy", "input 0", "output 0")
 BROADCAST = plan_of(
     "broadcast",
-    [[step("copy", "input 0", "output 0"), step("send", "input 0", send_to=1)]],
+    [[COPY, step("send", "input 0", send_to=1)]],
     [[step("recv", dst="output 0", receive_from=0)]],
 )
 
@@ -84,8 +85,8 @@ def test_what_is_not_there(new, problem):
 
 
 def test_a_copy_that_overlaps_itself():
-    plan = plan_of("allreduce", [[step("copy", "input 0", "output 0", count=2), step("copy", "output 0", "output 1", count=2)]],
-                   num_chunks=3)  # fmt: skip
+    steps = [step("copy", "input 0", "output 0", count=2), step("copy", "output 0", "output 1", count=2)]
+    plan = plan_of("allreduce", [steps], num_chunks=3)
     assert "overlap" in str(refused(plan, "range"))
 
 
@@ -96,9 +97,9 @@ def test_messages_that_do_not_match():
     assert error.step == Position(1, 0, 0, 0)
     unreceived = with_step(BROADCAST, 1, 0, 0, step("nop"))
     assert refused(unreceived, "message").step == Position(0, 0, 1, 0)
-    twice = plan_of("broadcast", [[step("copy", "input 0", "output 0", count=2), step("send", "input 0", send_to=1, count=2)]],
-                    [[step("recv", dst="output 0", receive_from=0), step("recv", dst="output 1", receive_from=0)]],
-                    num_chunks=2)  # fmt: skip
+    sends = [step("copy", "input 0", "output 0", count=2), step("send", "input 0", send_to=1, count=2)]
+    receives = [step("recv", dst=f"output {chunk}", receive_from=0) for chunk in range(2)]
+    twice = plan_of("broadcast", [sends], [receives], num_chunks=2)
     assert "receives 2" in str(refused(twice, "message"))
     other_count = with_step(twice, 1, 0, 1, step("nop"))
     error = refused(other_count, "message")
@@ -106,7 +107,7 @@ def test_messages_that_do_not_match():
 
 
 def test_two_programs_may_not_share_a_fifo():
-    sends = [[step("copy", "input 0", "output 0"), step("send", "input 0", send_to=1)], [step("send", "input 0", send_to=1)]]
+    sends = [[COPY, step("send", "input 0", send_to=1)], [step("send", "input 0", send_to=1)]]
     receives = [[step("recv", dst="output 0", receive_from=0), step("recv", dst="output 0", receive_from=0)]]
     plan = plan_of("broadcast", sends, receives)
     plan = replace(plan, programs=(tuple(replace(p, channel=0) for p in plan.programs[0]), plan.programs[1]))
@@ -155,9 +156,6 @@ def test_a_cycle_of_dependencies_is_named():
 def unordered(first: Step, second: Step, *after: Dependency) -> Plan:
     """One rank's allreduce with two programs."""
     return plan_of("allreduce", [[first], [replace(second, after=after)]], scratch_chunks=1)
-
-
-COPY = step("copy", "input 0", "output 0")
 
 
 @pytest.mark.parametrize(
@@ -213,7 +211,9 @@ def test_messages_order_accesses_of_other_ranks():
 
 @pytest.mark.parametrize("fifo_depth", [1, 2])
 def test_slots_do_not_order_accesses(fifo_depth):
-    """With one slot rank 0's second message, and the token after it, wait until the first one is received: with two not."""
+    """With one slot rank 0's second message, and the token after it, wait until the first one is received: with two
+    not.
+    """
     send = step("send", "input 0", send_to=1)
     plan = plan_of(
         "broadcast",
@@ -275,7 +275,8 @@ def test_results_that_are_wrong(program, got):
 
 def test_roundings_and_bits():
     """A sum of n ranks one after the other rounds n - 1 times, in a tree less often; another order is other bits."""
-    proofs = {name: verify(ALGORITHMS[name].plan("allreduce", 8)) for name in ("ring", "one_shot", "recursive_doubling")}
+    names = ("ring", "one_shot", "recursive_doubling")
+    proofs = {name: verify(ALGORITHMS[name].plan("allreduce", 8)) for name in names}
     assert {name: proof.roundings for name, proof in proofs.items()} == {
         "ring": 7, "one_shot": 7, "recursive_doubling": 3,
     }  # fmt: skip

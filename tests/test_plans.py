@@ -49,7 +49,8 @@ def test_a_plan_has_programs_for_each_rank():
         Plan("test", Collective("allreduce", 1, 1), ((),), in_place=False, out_of_place=False)
     with pytest.raises(ConfigError, match="fifo_depth"):
         Plan("test", Collective("allreduce", 1, 1), ((),), fifo_depth=0)
-    for arguments in (("sum", 2, 1), ("allreduce", 0, 1), ("allreduce", 2, 0), ("reduce", 2, 1, 2), ("reduce", True, 1)):
+    wrong = (("sum", 2, 1), ("allreduce", 0, 1), ("allreduce", 2, 0), ("reduce", 2, 1, 2), ("reduce", True, 1))
+    for arguments in wrong:
         with pytest.raises(ConfigError):
             Collective(*arguments)
 
@@ -196,7 +197,7 @@ def test_peers_that_a_document_misses_are_refused():
 def test_the_local_operand():
     """MSCCL's compiler writes where the sender's data was; its executor reads its own rank there. They may differ."""
     text = XML.replace('nchunksperloop="1"', 'nchunksperloop="2"').replace('chunks="1"', 'chunks="2"')
-    one = '      <step s="0" type="{0}" srcbuf="i" srcoff="{1}" dstbuf="{2}" dstoff="{3}" cnt="1" depid="-1" deps="-1"/>'
+    one = '<step s="0" type="{0}" srcbuf="i" srcoff="{1}" dstbuf="{2}" dstoff="{3}" cnt="1" depid="-1" deps="-1"/>'
     receive = "\n".join([
         one.format("cpy", 0, "o", 0), one.format("cpy", 1, "o", 1).replace('s="0"', 's="1"', 1),
         one.format("rrc", 1, "o", 0).replace('s="0"', 's="2"', 1),
@@ -237,13 +238,15 @@ def test_the_table():
     console = Console(width=120, record=True, file=open("/dev/null", "w"))
     print_plan(plan, console)
     text = console.export_text()
-    assert "mine [bold]: alltoall of 3 ranks" in text and "rounds nothing" in text and "recv from 2 scratch[1]" in text
+    assert "mine [bold]: alltoall of 3 ranks" in text and "rounds nothing" in text
+    assert all(f" {step} " in text for _, step in plan.steps())
     proof = verify(plan)
     assert f"{plan.num_steps} steps, {proof.num_messages} messages of {proof.num_chunks_sent} chunks" in text
     print_plan(ALGORITHMS["ring"].plan("allreduce", 5), console)
     assert "rounds 4 times, the same bits on all ranks" in console.export_text()
-    first = plan.programs[0][0]
-    broken = replace(plan, programs=((replace(first, steps=first.steps[:-1]), *plan.programs[0][1:]), *plan.programs[1:]))
+    first, *others = plan.programs[0]
+    shorter = replace(first, steps=first.steps[:-1])
+    broken = replace(plan, programs=((shorter, *others), *plan.programs[1:]))
     print_plan(broken, console)
     assert "wrong (" in console.export_text()
 

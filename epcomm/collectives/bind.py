@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from epcomm.collectives.selection import chosen_algorithm
 from epcomm.collectives.copy_engine import CopyMove
+from epcomm.collectives.selection import chosen_algorithm
 from epcomm.device.control import GENERATION_SHIFT
 from epcomm.heap.private import PrivateMemory
 from epcomm.kernels.protocol import collectives as protocol

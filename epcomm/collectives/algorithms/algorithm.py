@@ -15,8 +15,8 @@ from epcomm.errors import ConfigError
 class Form:
     """How an algorithm does one collective.
 
-    `program(collective, **options)` is run inside of a `Trace`; `num_chunks(num_ranks)` is the collective's unit that it
-    is written for. It raises ConfigError for numbers of ranks that it can't serve.
+    `program(collective, **options)` is run inside of a `Trace`; `num_chunks(num_ranks)` is the collective's unit that
+    it is written for. It raises ConfigError for numbers of ranks that it can't serve.
     """
 
     program: Callable[..., None]
@@ -53,7 +53,8 @@ class Algorithm:
         if form is None:
             raise ConfigError(f"{where}: {self.name} does {', '.join(self.forms)}")
         if unknown := sorted(set(options) - set(self.options)):
-            raise ConfigError(f"{where}: unknown options {', '.join(unknown)}; {self.name} has {self.options or 'none'}")
+            known = ", ".join(self.options) or "none"
+            raise ConfigError(f"{where}: unknown options {', '.join(unknown)}; {self.name} has {known}")
         if type(num_ranks) is not int or num_ranks < 1:
             raise ConfigError(f"{where}: num_ranks: wanted an integer >= 1, got {num_ranks!r}")
         wanted = Collective(collective, num_ranks, form.num_chunks(num_ranks), root)

@@ -1,7 +1,7 @@
 """All pairs: every rank sends directly to every other one.
 
-One-shot: each rank gets everything and sums alone; one step, and the most bytes. Two-shot: each rank sums its block, then
-hands it out; two steps, and as few bytes as a ring.
+One-shot: each rank gets everything and sums alone; one step, and the most bytes. Two-shot: each rank sums its block,
+then hands it out; two steps, and as few bytes as a ring.
 """
 
 from __future__ import annotations

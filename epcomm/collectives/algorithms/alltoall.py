@@ -1,7 +1,8 @@
 """Alltoall: directly, or in two levels, so that a network between nodes carries one message per pair of nodes and rail.
 
-In two levels, a rank first gives its blocks for local rank l of every node to local rank l of its own node; that one then
-sends to its counterpart in each node what all ranks of this node have for it. Every block crosses nodes at most once.
+In two levels, a rank first gives its blocks for local rank l of every node to local rank l of its own node; that one
+then sends to its counterpart in each node what all ranks of this node have for it. Every block crosses nodes at most
+once.
 """
 
 from __future__ import annotations

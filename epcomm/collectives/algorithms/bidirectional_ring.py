@@ -1,5 +1,6 @@
-"""Bidirectional ring: two rings that turn in opposite directions, each with half of the data, so both directions of a link
-carry it."""
+"""Bidirectional ring: two rings that turn in opposite directions, each with half of the data, so both directions of a
+link carry it.
+"""
 
 from __future__ import annotations
 

@@ -23,7 +23,9 @@ class Tree:
 
 
 def in_order_tree(ranks: Sequence[int]) -> Tree:
-    """A tree of logarithmic height in whose order, left to right, the ranks are. Those at even positions are its leaves."""
+    """A tree of logarithmic height in whose order, left to right, the ranks are. Those at even positions are its
+    leaves.
+    """
     middle = 1 << (len(ranks).bit_length() - 1)  # counted from 1: even, unless there is one rank only
     parts = (ranks[: middle - 1], ranks[middle:])
     return Tree(ranks[middle - 1], tuple(in_order_tree(part) for part in parts if part))
@@ -43,15 +45,15 @@ def _reduce_up(tree: Tree, index: int, buffer: str) -> Chunk:
     return total
 
 
-def _copy_down(value: Chunk, tree: Tree) -> None:
+def _copy_down(half: Chunk, tree: Tree, channel: int) -> None:
     """Copies a chunk that the tree's root has to all under it."""
     for child in tree.children:
-        _copy_down(value.copy(child.rank, "output", channel=value.place.index), child)
+        _copy_down(half.copy(child.rank, channel=channel), child, channel)
 
 
 def _allreduce(collective: Collective) -> None:
     for half, tree in enumerate(two_trees(range(collective.num_ranks))):
-        _copy_down(_reduce_up(tree, half, "output").copy(tree.rank, "output"), tree)
+        _copy_down(_reduce_up(tree, half, "output").copy(tree.rank, "output"), tree, half)
 
 
 def _rooted(collective: Collective) -> list[Tree]:
@@ -63,7 +65,7 @@ def _rooted(collective: Collective) -> list[Tree]:
 
 def _broadcast(collective: Collective) -> None:
     for half, tree in enumerate(_rooted(collective)):
-        _copy_down(chunk(tree.rank, "input", half).copy(tree.rank, "output"), tree)
+        _copy_down(chunk(tree.rank, "input", half).copy(tree.rank, "output"), tree, half)
 
 
 def _reduce(collective: Collective) -> None:

@@ -24,14 +24,16 @@ def copy_along(chunk: Chunk, path: Iterable[int], *, channel: int = 0) -> None:
         chunk = chunk.copy(rank, channel=channel)
 
 
-def copy_to_each(chunk: Chunk, ranks: Iterable[int]) -> None:
+def copy_to_each(chunk: Chunk, ranks: Iterable[int], *, channel: int = 0) -> None:
     """Copies a chunk to the same place on each of the ranks."""
     for rank in ranks:
-        chunk.copy(rank)
+        chunk.copy(rank, channel=channel)
 
 
 def reduce_in_order(owner: int, group: Sequence[int], index: int, to: int, *, buffer: str = "output") -> Chunk:
-    """Sums chunk `index` of the inputs of a group on `owner`, one of them, in the group's order; each sends directly."""
+    """Sums chunk `index` of the inputs of a group on `owner`, one of them, in the group's order; each sends
+    directly.
+    """
     if len(group) == 1:
         return chunk(owner, "input", index).copy(owner, buffer, to)
     total = chunk(group[0], "input", index)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
-from collections import defaultdict
+from collections import defaultdict, deque
 from typing import TYPE_CHECKING
 
 from epcomm.collectives.language.nodes import Lowering, Node
@@ -39,16 +39,30 @@ def compile_trace(trace: Trace, channels: int, pieces: int, fifo_depth: int) -> 
         for operation in instances.operations(instance, trace.operations):
             lowering.add(operation, instance)
     lowering.finish()
-    nodes = sorted(lowering.nodes, key=lambda node: (node.depth, node.instance % pieces, node.number))
-    lanes = _assign_lanes(nodes, pieces)
-    run = _run(nodes, lanes, fifo_depth)
-    if len(run) < len(nodes):
+    for window in (pieces >> shift for shift in range(pieces.bit_length())):
+        windows = _windows(lowering.nodes, pieces, window)
+        lanes = _assign_lanes([node for nodes in windows for node in nodes], pieces)
+        run = [node for nodes in windows for node in _run(nodes, lanes, fifo_depth)]
+        if len(run) == len(lowering.nodes):
+            break
+    else:
         raise ConfigError(f"{trace.name}: no order of its steps was found for FIFOs of {fifo_depth} messages")
     programs = _programs(run, lanes, trace.collective.num_ranks)
     return Plan(
         trace.name, instances.scaled, programs, _used_scratch(programs), fifo_depth,
         in_place=trace.in_place, out_of_place=trace.out_of_place,
     )  # fmt: skip
+
+
+def _windows(nodes: list[Node], pieces: int, window: int) -> list[list[Node]]:
+    """The nodes of `window` pieces at a time, by depth: each window's run before the next one's.
+
+    One window of all pieces is best; where messages of many pieces block each other, fewer at a time may not.
+    """
+    windows: list[list[Node]] = [[] for _ in range(0, pieces, window)]
+    for node in sorted(nodes, key=lambda node: (node.depth, node.instance % pieces, node.number)):
+        windows[node.instance % pieces // window].append(node)
+    return windows
 
 
 def _assign_lanes(ordered: list[Node], pieces: int) -> dict[Node, _Lane]:
@@ -88,51 +102,46 @@ def _run(ordered: list[Node], lanes: dict[Node, _Lane], fifo_depth: int) -> list
     each waiting for the next, could come about (known from networks as bubble flow control).
     """
     place = {node: at for at, node in enumerate(ordered)}
-    num_awaited: list[int] = []
+    num_awaited = [len(node.after) + (node.receives is not None) for node in ordered]
     later: dict[Node, list[int]] = defaultdict(list)
-    last: dict[tuple[_Fifo, bool], Node] = {}  # that sent into a FIFO, or received from it
     for at, node in enumerate(ordered):
-        awaited = set(node.after)
-        if node.receives is not None:
-            awaited.add(node.receives)
-        for fifo, is_send in ((_fifo_in(node, lanes), False), (_fifo_out(node, lanes), True)):
-            if fifo is not None:
-                awaited |= {last[fifo, is_send]} if (fifo, is_send) in last else set()
-                last[fifo, is_send] = node
-        num_awaited.append(len(awaited))
-        for other in awaited:
+        for other in node.after:
             later[other].append(at)
     ready = [at for at, number in enumerate(num_awaited) if number == 0]
-    free: dict[_Fifo, int] = defaultdict(lambda: fifo_depth)
-    parked: dict[_Fifo, int] = {}
+    messages: dict[_Fifo, deque[Node]] = defaultdict(deque)  # by their receivers
+    num_taken: dict[_Fifo, int] = defaultdict(int)
+    blocked: dict[_Fifo, list[int]] = defaultdict(list)  # senders
+
+    def awaited_less(at: int) -> None:
+        num_awaited[at] -= 1
+        if num_awaited[at] == 0:
+            heapq.heappush(ready, at)
+
     run = []
     while ready:
         node = ordered[heapq.heappop(ready)]
-        fifo = _fifo_out(node, lanes)
-        if fifo is not None:
-            if free[fifo] < (1 if node.receives is not None or fifo_depth == 1 else 2):
-                parked[fifo] = place[node]
+        if node.sends is not None:
+            fifo = (node.rank, node.sends.rank, lanes[node])
+            room = 1 if node.receives is not None or fifo_depth == 1 else 2
+            if fifo_depth - num_taken[fifo] < room:
+                blocked[fifo].append(place[node])
                 continue
-            free[fifo] -= 1
+            num_taken[fifo] += 1
+            messages[fifo].append(node.sends)
+            if messages[fifo][0] is node.sends:
+                awaited_less(place[node.sends])
         run.append(node)
-        freed = _fifo_in(node, lanes)
-        if freed is not None:
-            free[freed] += 1
-            if freed in parked:
-                heapq.heappush(ready, parked.pop(freed))
-        for at in later[node]:
-            num_awaited[at] -= 1
-            if num_awaited[at] == 0:
+        if node.receives is not None:
+            fifo = (node.receives.rank, node.rank, lanes[node])
+            num_taken[fifo] -= 1
+            for at in blocked.pop(fifo, ()):
                 heapq.heappush(ready, at)
+            messages[fifo].popleft()
+            if messages[fifo]:  # the next one can be received now
+                awaited_less(place[messages[fifo][0]])
+        for at in later[node]:
+            awaited_less(at)
     return run
-
-
-def _fifo_in(node: Node, lanes: dict[Node, _Lane]) -> _Fifo | None:
-    return None if node.receives is None else (node.receives.rank, node.rank, lanes[node])
-
-
-def _fifo_out(node: Node, lanes: dict[Node, _Lane]) -> _Fifo | None:
-    return None if node.sends is None else (node.rank, node.sends.rank, lanes[node])
 
 
 def _programs(run: list[Node], lanes: dict[Node, _Lane], num_ranks: int) -> tuple[tuple[Program, ...], ...]:

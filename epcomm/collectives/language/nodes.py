@@ -1,11 +1,13 @@
-"""From operations to steps: who waits for whom through memory, what a step can do in one go, what need not be stored."""
+"""From operations to steps: who waits for whom through memory, what a step can do in one go, what need not be
+stored.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from epcomm.collectives.language.operations import Operation, Place
+from epcomm.collectives.language.operations import Operation
 from epcomm.collectives.plan import Collective, Location, Op
 
 
@@ -81,19 +83,18 @@ class Lowering:
         self._memories = [_Memory(collective, in_place) for in_place in placements]
 
     def add(self, operation: Operation, instance: int) -> None:
-        src, dst = Location(*operation.src[1:]), Location(*operation.dst[1:])
-        local = None if operation.local is None else Location(*operation.local[1:])
+        src, dst = operation.src.location, operation.dst.location
+        local = None if operation.local is None else operation.local.location
         is_remote = operation.src.rank != operation.dst.rank
         sender = self._sender(operation, src, instance) if is_remote else None
         if sender is None:
             op = Op.COPY if local is None else Op.REDUCE
-            node = self._node(operation.dst, op, src, dst, operation, instance)
-            self._access(node, src, dst)
+            self._access(self._node(operation.dst.rank, op, src, dst, operation, instance))
             return
         op = Op.RECV if local is None else Op.RECV_REDUCE_COPY
-        node = self._node(operation.dst, op, local, dst, operation, instance)
+        node = self._node(operation.dst.rank, op, local, dst, operation, instance)
         node.receives, sender.sends = sender, node
-        self._access(node, local, dst)
+        self._access(node)
 
     def finish(self) -> None:
         """Drops stores that nobody reads, then finds depths."""
@@ -113,22 +114,22 @@ class Lowering:
             if (node.dst, node.count, node.channel, node.instance) == (src, count, channel, instance):
                 node.op = _AND_SEND[node.op]
                 return node
-        node = self._node(operation.src, Op.SEND, src, None, operation, instance)
-        self._access(node, src, None)
+        node = self._node(rank, Op.SEND, src, None, operation, instance)
+        self._access(node)
         return node
 
     def _node(
-        self, at: Place, op: Op, src: Location | None, dst: Location | None, operation: Operation, instance: int
+        self, rank: int, op: Op, src: Location | None, dst: Location | None, operation: Operation, instance: int
     ) -> Node:
-        node = Node(at.rank, op, src, dst, operation.count, operation.channel, instance, len(self.nodes))
+        node = Node(rank, op, src, dst, operation.count, operation.channel, instance, len(self.nodes))
         self.nodes.append(node)
         return node
 
-    def _access(self, node: Node, src: Location | None, dst: Location | None) -> None:
+    def _access(self, node: Node) -> None:
         for memory in self._memories:
-            if src is not None:
-                memory.read(node, src)
-            if dst is not None:
+            if node.src is not None:
+                memory.read(node, node.src)
+            if node.dst is not None:
                 if node.op is Op.REDUCE:
-                    memory.read(node, dst)
-                memory.write(node, dst)
+                    memory.read(node, node.dst)
+                memory.write(node, node.dst)

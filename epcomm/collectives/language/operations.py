@@ -6,18 +6,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from epcomm.collectives.plan import Collective
+from epcomm.collectives.plan import Collective, Location
 
 
 class Place(NamedTuple):
     """Where chunks begin."""
 
     rank: int
-    buffer: str
-    index: int
+    location: Location
 
     def __str__(self) -> str:
-        return f"chunk {self.index} of rank {self.rank}'s {self.buffer}"
+        return f"chunk {self.location.offset} of rank {self.rank}'s {self.location.buffer}"
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Instances:
-    """`number` instances of a program on `collective`: chunk counts are `number` times its, each has a run of each block.
+    """`number` instances of a program on `collective`, with `number` times its chunks: each has a run of each block.
 
     A block is one unit of the collective (see `Collective`); so what is contiguous within a block stays so.
     """
@@ -49,7 +48,9 @@ class Instances:
         return Collective(given.kind, given.num_ranks, given.num_chunks * self.number, given.root)
 
     def operations(self, instance: int, operations: list[Operation]) -> Iterator[Operation]:
-        """The operations of one instance. What spans blocks is cut where they meet, unless there is one instance only."""
+        """The operations of one instance. What spans blocks is cut where they meet, unless there is one instance
+        only.
+        """
         for operation in operations:
             for first, count in self._runs(operation):
                 places = (operation.src, operation.dst, operation.local)
@@ -63,14 +64,16 @@ class Instances:
             return [(0, operation.count)]
         width, cuts = self.collective.num_chunks, {0, operation.count}
         for place in (operation.src, operation.dst, operation.local):
-            if place is not None and place.buffer != "scratch":
-                cuts |= set(range(-place.index % width, operation.count, width))
+            if place is not None and place.location.buffer != "scratch":
+                cuts |= set(range(-place.location.offset % width, operation.count, width))
         bounds = sorted(cuts)
         return [(first, end - first) for first, end in zip(bounds, bounds[1:])]
 
     def _placed(self, place: Place, first: int, instance: int) -> Place:
-        index = place.index + first
-        if place.buffer == "scratch":
-            return place._replace(index=instance * self.scratch_chunks + index)
-        block, within = divmod(index, self.collective.num_chunks)
-        return place._replace(index=(block * self.number + instance) * self.collective.num_chunks + within)
+        buffer, offset = place.location.buffer, place.location.offset + first
+        if buffer == "scratch":
+            offset += instance * self.scratch_chunks
+        else:
+            block, within = divmod(offset, self.collective.num_chunks)
+            offset = (block * self.number + instance) * self.collective.num_chunks + within
+        return Place(place.rank, Location(buffer, offset))

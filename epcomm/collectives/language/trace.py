@@ -6,7 +6,7 @@ from contextvars import ContextVar, Token
 from dataclasses import dataclass
 
 from epcomm.collectives.language.operations import Operation, Place
-from epcomm.collectives.plan import BUFFERS, FIFO_DEPTH, Collective, Plan
+from epcomm.collectives.plan import BUFFERS, FIFO_DEPTH, Collective, Location, Plan
 from epcomm.errors import ConfigError
 
 _current: ContextVar[Trace] = ContextVar("trace")
@@ -15,8 +15,8 @@ _current: ContextVar[Trace] = ContextVar("trace")
 class Trace:
     """Records what `chunk` does inside of its `with`, for one collective; `plan` compiles it.
 
-    `in_place` and `out_of_place`: what the program is meant for. Chunks are those of `collective`; scratch has as many as
-    the program names.
+    `in_place` and `out_of_place`: what the program is meant for. Chunks are those of `collective`; scratch has as many
+    as the program names.
     """
 
     def __init__(self, name: str, collective: Collective, *, in_place: bool = True, out_of_place: bool = True):
@@ -49,29 +49,27 @@ class Trace:
         if index < 0 or count < 1 or index + count > size:
             wanted = f"within the {size} chunks of rank {rank}'s {buffer}"
             raise ConfigError(f"{self.name}: chunks: wanted {wanted}, got {count} from {index} on")
-        return Chunk(self, Place(rank, buffer, index), count, len(self.operations))
+        return Chunk(self, Place(rank, Location(buffer, index)), count, len(self.operations))
 
     def record(self, operation: Operation) -> Chunk:
         """Adds an operation; returns what it wrote."""
         self.operations.append(operation)
-        dst = operation.dst
-        for index in range(dst.index, dst.index + operation.count):
-            self._written[dst.rank, dst.buffer, index] = len(self.operations)
-        return Chunk(self, dst, operation.count, len(self.operations))
+        written = Chunk(self, operation.dst, operation.count, len(self.operations))
+        self._written |= dict.fromkeys(written.keys(), len(self.operations))
+        return written
 
     def check_current(self, chunk: Chunk) -> None:
         """ConfigError if the chunk doesn't hold any more what it held when it was made."""
-        place = chunk.place
-        for index in range(place.index, place.index + chunk.count):
-            if self._written.get((place.rank, place.buffer, index), 0) > chunk.made:
-                raise ConfigError(f"{self.name}: {place} was overwritten since: take chunk(...) again for what it holds")
+        if any(self._written.get(key, 0) > chunk.made for key in chunk.keys()):
+            raise ConfigError(f"{self.name}: {chunk.place} was overwritten since: chunk(...) gives what it holds now")
 
     def plan(self, *, channels: int = 1, pieces: int = 1, fifo_depth: int = FIFO_DEPTH) -> Plan:
         """Compiles the program.
 
-        `channels` instances of it run side by side, each on channels of its own and on its part of every chunk, which it
-        moves in `pieces`, so that pieces follow one another from rank to rank: all chunk counts are `channels * pieces`
-        times the program's. ConfigError if no order of the pieces fits FIFOs of `fifo_depth`.
+        `channels` instances of it run side by side, each on channels of its own and on its part of every chunk, which
+        it moves in `pieces`, so that pieces follow one another from rank to rank: all chunk counts are
+        `channels * pieces` times the program's. ConfigError if no order of its steps is found that FIFOs of
+        `fifo_depth` messages don't block.
         """
         from epcomm.collectives.language.compiler import compile_trace
 
@@ -88,7 +86,9 @@ class Chunk:
     made: int
 
     def copy(self, rank: int, buffer: str | None = None, index: int | None = None, *, channel: int = 0) -> Chunk:
-        """Copies to a rank's buffer (this chunk's by default, at its index), through a channel if that is another rank."""
+        """Copies to a rank's buffer (this chunk's by default, at its index), through a channel if that is another
+        rank.
+        """
         self.trace.check_current(self)
         buffer, index = self._place(buffer, index)
         dst = self.trace.chunk(rank, buffer, index, self.count).place
@@ -99,7 +99,9 @@ class Chunk:
     def reduce(
         self, other: Chunk, buffer: str | None = None, index: int | None = None, *, channel: int = 0
     ) -> Chunk:
-        """This chunk plus `other`, of any rank; the sum is put in a buffer of this chunk's rank, by default in its place."""
+        """This chunk plus `other`, of any rank; the sum is put in a buffer of this chunk's rank, by default in its
+        place.
+        """
         for operand in (self, other):
             self.trace.check_current(operand)
         if other.count != self.count:
@@ -110,11 +112,16 @@ class Chunk:
             return self.trace.record(Operation(other.place, dst, self.place, self.count, channel))
         if dst == other.place:
             return self.trace.record(Operation(self.place, dst, dst, self.count, channel))
-        copied = self.copy(dst.rank, dst.buffer, dst.index, channel=channel)
-        return copied.reduce(other, channel=channel)
+        return self.copy(dst.rank, buffer, index, channel=channel).reduce(other, channel=channel)
 
     def _place(self, buffer: str | None, index: int | None) -> tuple[str, int]:
-        return self.place.buffer if buffer is None else buffer, self.place.index if index is None else index
+        here = self.place.location
+        return here.buffer if buffer is None else buffer, here.offset if index is None else index
+
+    def keys(self) -> list[tuple[int, str, int]]:
+        """(rank, buffer, index) of each of its chunks."""
+        rank, (buffer, first) = self.place
+        return [(rank, buffer, index) for index in range(first, first + self.count)]
 
 
 def chunk(rank: int, buffer: str, index: int = 0, count: int = 1) -> Chunk:

@@ -22,8 +22,8 @@ class Collective:
     """A collective among `num_ranks` ranks whose unit is `num_chunks` chunks.
 
     The unit is the whole tensor of allreduce, broadcast and reduce, and one rank's block of the others: a rank's input
-    of reduce_scatter and alltoall and its output of allgather and alltoall are `num_ranks` units, one per rank in order.
-    Only the root of a broadcast has an input, only that of a reduce an output.
+    of reduce_scatter and alltoall and its output of allgather and alltoall are `num_ranks` units, one per rank in
+    order. Only the root of a broadcast has an input, only that of a reduce an output.
     """
 
     kind: str

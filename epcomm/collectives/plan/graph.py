@@ -6,7 +6,6 @@ Steps are numbered rank by rank and program by program; a step's predecessor in 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
 
 import numpy as np
 
@@ -55,7 +54,9 @@ class Graph:
 
     def __init__(self, plan: Plan):
         self.plan = plan
-        rows, self._first_step, after = [], [], []
+        rows: list[tuple[int, ...]] = []
+        after: list[tuple[int, int, int]] = []
+        self._first_step: list[list[int]] = []
         for rank, programs in enumerate(plan.programs):
             firsts = []
             for number, program in enumerate(programs):
@@ -180,19 +181,17 @@ class Graph:
 
     def _unmatched(self, sends: np.ndarray, send_fifos: list, receives: np.ndarray, receive_fifos: list) -> PlanError:
         """The error for a FIFO with more sends than receives, or fewer."""
-        sent, received = ({} for _ in range(2))  # type: dict[tuple, list[int]], dict[tuple, list[int]]
-        for steps, fifos, found in ((sends, send_fifos, sent), (receives, receive_fifos, received)):
-            for number, *fifo in zip(steps.tolist(), *(column.tolist() for column in fifos)):
-                found.setdefault(tuple(fifo), []).append(number)
-        for fifo in sorted({*sent, *received}):
-            num_sent, num_received = len(sent.get(fifo, ())), len(received.get(fifo, ()))
-            if num_sent != num_received:
-                break
+        found: dict[tuple[int, int, int], tuple[list[int], list[int]]] = {}
+        for end, (steps, fifos) in enumerate(((sends, send_fifos), (receives, receive_fifos))):
+            for number, src, dst, channel in zip(steps.tolist(), *(column.tolist() for column in fifos)):
+                found.setdefault((src, dst, channel), ([], []))[end].append(number)
+        fifo = min(fifo for fifo, (sent, received) in found.items() if len(sent) != len(received))
+        sent, received = found[fifo]
         src, dst, channel = fifo
-        counts = f"rank {src} sends {num_sent} messages to rank {dst} on channel {channel}, which receives {num_received}"
-        first = min(num_sent, num_received)
-        if num_sent > num_received:
-            return self.error("message", f"its message is never received: {counts}", sent[fifo][first])
-        return self.error("message", f"its message is never sent: {counts}", received[fifo][first])
+        ends = f"rank {src} sends {len(sent)} messages to rank {dst} on channel {channel}"
+        counts = f"{ends}, which receives {len(received)}"
+        if len(sent) > len(received):
+            return self.error("message", f"its message is never received: {counts}", sent[len(received)])
+        return self.error("message", f"its message is never sent: {counts}", received[len(sent)])
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from json import scanner
-from json.decoder import JSONObject
+from json.decoder import JSONObject  # type: ignore[attr-defined]
 from typing import Any, TypeVar
 
 from epcomm.collectives.plan.conditions import Collective

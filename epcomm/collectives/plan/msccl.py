@@ -8,14 +8,14 @@
 A <tb> is a program with at most one peer to send to and one to receive from. A step waits for one step at most, so more
 dependencies become steps of type nop before it. Source: github.com/microsoft/msccl (msccl_interpreter.h, MIT).
 
-A trap: the executor adds the message to what *its own* rank has at srcbuf, srcoff. MSCCL's compiler writes there where the
-*sender's* data was. Its plans are right where both are the same; to read one as its compiler meant it, where the result
-always adds to what is at dstbuf, dstoff, ask for `local_operand="dst"`.
+A trap: the executor adds the message to what *its own* rank has at srcbuf, srcoff. MSCCL's compiler writes there where
+the *sender's* data was. Its plans are right where both are the same; to read one as its compiler meant it, where the
+result always adds to what is at dstbuf, dstoff, ask for `local_operand="dst"`.
 """
 
 from __future__ import annotations
 
-from epcomm.collectives.plan.conditions import Collective
+from epcomm.collectives.plan.conditions import COLLECTIVES, Collective
 from epcomm.collectives.plan.msccl_programs import split_by_peers
 from epcomm.collectives.plan.plan import BUFFERS, FIFO_DEPTH, Dependency, Location, Op, Plan, Program, Step
 from epcomm.errors import ConfigError
@@ -49,16 +49,17 @@ def from_msccl(
     if sorted(gpus) != list(range(num_ranks)) or len(list(algo.find("gpu"))) != num_ranks:
         algo.wrong(f"wanted <gpu> with ids 0 to {num_ranks - 1}, once each")
     in_place, out_of_place = algo.integer("inplace", 0) > 0, algo.integer("outofplace", 1) > 0
-    try:
-        kind = _KIND_OF_COLL.get(coll, coll)
-        collective = Collective(kind, num_ranks, _num_chunks(algo, kind, gpus[root]), root)
-        programs = tuple(_programs(gpus[rank], local_operand) for rank in range(num_ranks))
-        scratch = max(gpu.integer("s_chunks", 0) for gpu in gpus.values())
-        return Plan(
-            algo.text("name"), collective, programs, scratch, fifo_depth, in_place=in_place, out_of_place=out_of_place
-        )
-    except KeyError:
-        algo.wrong(f"root: wanted a rank below {num_ranks}, got {root}")
+    if root not in gpus:
+        raise ConfigError(f"{where}: root: wanted a rank below {num_ranks}, got {root}")
+    kind = _KIND_OF_COLL.get(coll, coll)
+    if kind not in COLLECTIVES:
+        algo.wrong(f"coll: wanted one of {', '.join(COLLECTIVES)}, got {coll!r}")
+    collective = Collective(kind, num_ranks, _num_chunks(algo, kind, gpus[root]), root)
+    programs = tuple(_programs(gpus[rank], local_operand) for rank in range(num_ranks))
+    scratch = max(gpu.integer("s_chunks", 0) for gpu in gpus.values())
+    return Plan(
+        algo.text("name"), collective, programs, scratch, fifo_depth, in_place=in_place, out_of_place=out_of_place
+    )
 
 
 def _num_chunks(algo: Element, kind: str, gpu: Element) -> int:
@@ -135,8 +136,7 @@ def to_msccl(plan: Plan, *, protocol: str = "Simple", min_bytes: int = 0, max_by
         f'minBytes="{min_bytes}" maxBytes="{max_bytes}">'
     ]
     for rank, programs in enumerate(split.programs):
-        sizes = (plan.buffer_chunks(buffer, rank) for buffer in BUFFERS)
-        i_chunks, o_chunks, s_chunks = sizes
+        i_chunks, o_chunks, s_chunks = (plan.buffer_chunks(buffer, rank) for buffer in BUFFERS)
         lines.append(f'  <gpu id="{rank}" i_chunks="{i_chunks}" o_chunks="{o_chunks}" s_chunks="{s_chunks}">')
         awaited = {dependency for program in programs for step in program.steps for dependency in step.after}
         for number, program in enumerate(programs):

@@ -32,10 +32,10 @@ def _split_rank(plan: Plan, rank: int) -> tuple[Program, ...]:
     for number, program in enumerate(plan.programs[rank]):
         first, part_of_step, _ = parts[number]
         for index, step in enumerate(program.steps):
-            *others, last = _waits(number, index, step, part_of_step) or [None]
+            awaited = [moved[dependency] for dependency in _waits(number, index, step, part_of_step)]
             to = new[first + part_of_step[index]]
-            to += [Step(Op.NOP, after=(moved[other],)) for other in others if other is not None]
-            to.append(replace(step, after=() if last is None else (moved[last],)))
+            to += [Step(Op.NOP, after=(dependency,)) for dependency in awaited[:-1]]
+            to.append(replace(step, after=tuple(awaited[-1:])))
     channels = [
         program.channel for program, (_, _, count) in zip(plan.programs[rank], parts) for _ in range(count)
     ]
@@ -43,7 +43,9 @@ def _split_rank(plan: Plan, rank: int) -> tuple[Program, ...]:
 
 
 def _waits(number: int, index: int, step: Step, part_of_step: list[int]) -> list[Dependency]:
-    """What a step has to wait for: its dependencies, and the step before it in its program if that is in another part."""
+    """What a step has to wait for: its dependencies, and the step before it in its program if that is in another
+    part.
+    """
     waits = list(step.after)
     if index > 0 and part_of_step[index - 1] != part_of_step[index]:
         waits.append(Dependency(number, index - 1))

@@ -105,8 +105,8 @@ def dataflow_of(steps, order, memory_of_rank, memory, writers, first_message, me
     """Runs the steps on symbols; returns the number of sums made.
 
     A value is UNDEFINED, a leaf (1 to num_leaves), or num_leaves + 1 + s for `sums[s]`, two values. `memory` holds the
-    values of all ranks' chunks, rank r's from memory_of_rank[r], `writers` the step that wrote each last; the message of
-    step i is at first_message[i] in `messages`.
+    values of all ranks' chunks, rank r's from memory_of_rank[r], `writers` the step that wrote each last; the message
+    of step i is at first_message[i] in `messages`.
     """
     num_sums = 0
     for i in order:

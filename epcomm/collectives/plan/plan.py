@@ -130,7 +130,8 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """How a collective is done. `programs[rank]` are the rank's; `scratch_chunks` are the chunks each rank needs besides.
+    """How a collective is done. `programs[rank]` are the rank's; `scratch_chunks` are the chunks each rank needs
+    besides.
 
     `in_place` and `out_of_place` say for which of the two the plan is meant; `verify` proves it for each of them.
     """

@@ -81,11 +81,12 @@ class _Fifo:
 
 
 class Execution:
-    """A run of a plan. `outputs[rank]` and `inputs[rank]` are what memory holds at its end, `trace` the steps as completed.
+    """A run of a plan. `outputs[rank]` and `inputs[rank]` are what memory holds at its end, `trace` the steps as
+    completed.
 
-    `inputs[rank]`: an array [input_chunks, ...] per rank, of one dtype; they are copied. In place, input and output share
-    memory. `fifo_depth` replaces the plan's. PlanError if programs wait for one another ("deadlock"), if a step is out of
-    range ("range"), or if messages are left or don't fit ("message").
+    `inputs[rank]`: an array [input_chunks, ...] per rank, of one dtype; they are copied. In place, input and output
+    share memory. `fifo_depth` replaces the plan's. PlanError if programs wait for one another ("deadlock"), if a step
+    is out of range ("range"), or if messages are left or don't fit ("message").
     """
 
     def __init__(

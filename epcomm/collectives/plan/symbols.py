@@ -52,7 +52,8 @@ class Symbols:
                 is_right = self.output(rank) == self._first_leaf[contributors] + positions
             for chunk in np.flatnonzero(~is_right):
                 who = "every rank" if contributors[chunk] == ALL_RANKS else f"rank {contributors[chunk]}"
-                raise self._error(rank, "output", 1, int(chunk), f"chunk {positions[chunk]} of the input of {who}, once")
+                wanted = f"chunk {positions[chunk]} of the input of {who}, once"
+                raise self._error(rank, "output", 1, int(chunk), wanted)
             kept = self._part(self.memory, rank, 0, self._inputs[rank]) == self._leaves(rank)
             if self.in_place:
                 first = self._bases[rank][1] - self._bases[rank][0]  # the output, seen from where the input begins
@@ -76,7 +77,8 @@ class Symbols:
         if self.plan.collective.kind != "allreduce":
             return True
         canonical = self._canonical()
-        return all((canonical[self.output(rank)] == canonical[self.output(0)]).all() for rank in range(self.plan.num_ranks))
+        results = [canonical[self.output(rank)] for rank in range(self.plan.num_ranks)]
+        return all((result == results[0]).all() for result in results)
 
     def _canonical(self) -> np.ndarray:
         """A number per value, the same for values that are the same sums. Chain by chain, from the shortest."""

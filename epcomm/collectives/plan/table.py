@@ -16,13 +16,14 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     console = console or Console()
     placements = " and ".join("in place" if in_place else "out of place" for in_place in plan.placements)
     title = f"{plan.name}: {plan.collective}, {placements}, {plan.scratch_chunks} chunks of scratch"
-    table = Table("rank", "channel", "step", "does", "after", title=title)
+    table = Table("rank", "channel", "step", "does", "after")
     for position, step in plan.steps():
         place = str(position.channel)
         if position.program != position.channel:
             place += f" (program {position.program})"
         after = ", ".join(f"{program}:{number}" for program, number in step.after)
         table.add_row(str(position.rank), place, str(position.step), escape(str(step)), after)
+    console.print(title, markup=False, highlight=False)
     console.print(table)
     console.print(_verdict(plan), markup=False, highlight=False)
 
