@@ -122,21 +122,19 @@ class Topology:
         return route
 
     def nic(self, rank: int) -> str | None:
-        """The NIC in a rank's machine that it reaches best; None if the machine has none."""
-        place = self.device(self.ranks[rank])
-        names = [device.name for device in self.devices if device.kind == "nic" and device.node == place.node]
-        routes = {name: self.route_between(place.name, name) for name in names}
-        return min(names, key=lambda name: self._rating(routes[name]), default=None)
+        """The NIC in a rank's machine that it reaches best; None if it reaches none."""
+        routes = ((self._find_route(self.ranks[rank], name), name) for name in self._nics(rank))
+        rated = [(-route.bandwidth, route.latency, len(route.devices), name) for route, name in routes if route]
+        return min(rated, key=lambda rating: rating[:-1])[-1] if rated else None
 
     def rail(self, rank: int) -> int | None:
-        """Which of its machine's NICs a rank reaches best, by number."""
-        best, node = self.nic(rank), self.node_of(rank)
-        names = [device.name for device in self.devices if device.kind == "nic" and device.node == node]
-        return None if best is None else names.index(best)
+        """Which of its machine's NICs that is, by number."""
+        nic = self.nic(rank)
+        return None if nic is None else self._nics(rank).index(nic)
 
-    @staticmethod
-    def _rating(route: Route) -> tuple[float, float, int]:
-        return -route.bandwidth, route.latency, len(route.devices)
+    def _nics(self, rank: int) -> list[str]:
+        node = self.node_of(rank)
+        return [device.name for device in self.devices if device.kind == "nic" and device.node == node]
 
     @cached_property
     def _device(self) -> dict[str, Device]:

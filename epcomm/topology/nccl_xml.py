@@ -56,6 +56,7 @@ class _Reader:
             name = f"cpu{cpu.integer('numaid')}"
             self._add(name, "cpu", cpu)
             domains.append((cpu, name))
+            self._read_nics(cpu, name, math.inf)  # those without a PCI device, virtual ones
             self._read_below(cpu, name)
         for (cpu, a), (_, b) in itertools.combinations(domains, 2):
             self.links.append(Link(a, b, "socket", _socket_bandwidth(cpu)))
@@ -79,8 +80,11 @@ class _Reader:
             gpu = next(pci.find("gpu"), None)
             if gpu is not None or code.startswith(_GPU_CLASSES) and not list(pci.find("pci")):
                 self._read_gpu(pci, gpu, bus, above)
-            elif list(pci.find("nic")) or code.startswith(_NIC_CLASSES):
-                self._read_nics(pci, bus, above)
+            elif list(pci.find("nic")):
+                self._read_nics(pci, above, _pci_bandwidth(pci))
+            elif code.startswith(_NIC_CLASSES):
+                self._add(f"nic {bus}", "nic", pci)
+                self.links.append(Link(f"nic {bus}", above, "pci", _pci_bandwidth(pci)))
             elif list(pci.find("pci")):
                 self._add(f"pci {bus}", "pci", pci)
                 self.links.append(Link(f"pci {bus}", above, "pci", _pci_bandwidth(pci)))
@@ -106,12 +110,12 @@ class _Reader:
                     gpu.wrong(f"gcn: how fast its links are is known of {', '.join(_XGMI)}, got {gcn!r}")
                 self._meshes.append((element, name, "xgmi", _XGMI[gcn]))
 
-    def _read_nics(self, pci: Element, bus: str, above: str) -> None:
-        nets = [net for nic in pci.find("nic") for net in nic.find("net")]
-        speeds = [(f"nic{net.integer('dev')}", net.number("speed") / 8000) for net in nets]  # given in Mb/s
-        for name, speed in speeds or [(f"nic {bus}", math.inf)]:
-            self._add(name, "nic", pci)
-            self.links.append(Link(name, above, "pci", min(_pci_bandwidth(pci), speed)))
+    def _read_nics(self, parent: Element, above: str, bandwidth: float) -> None:
+        """The networks of a device, each of them a NIC of its own here."""
+        for net in (net for nic in parent.find("nic") for net in nic.find("net")):
+            name = f"nic{net.integer('dev')}"
+            self._add(name, "nic", net)
+            self.links.append(Link(name, above, "pci", min(bandwidth, net.number("speed") / 8000)))  # from Mb/s
 
     def _read_meshes(self) -> None:
         """Links between GPUs, which the dump has at both ends, and to NVSwitches, all of which are one here."""
