@@ -9,13 +9,13 @@ import numpy as np
 
 from epcomm.collectives.language import Collective, Trace, chunk
 from epcomm.collectives.plan import Plan
-from epcomm.collectives.plan.reference import Execution
+from epcomm.collectives.plan.reference import execute
 from epcomm.collectives.plan.verify import verify
 
 
 def ring_allreduce(size: int) -> Plan:
     with Trace("ring", Collective("allreduce", size, num_chunks=size)) as trace:
-        for index in range(size):  # chunk `index` starts after rank `index`, goes around once as a sum and once as result
+        for index in range(size):  # this chunk goes around once as a sum, which rank `index` completes, once as result
             total = chunk((index + 1) % size, "input", index)
             for step in range(2, size + 1):
                 total = chunk((index + step) % size, "input", index).reduce(total, "output")
@@ -55,7 +55,7 @@ def run(plan: Plan) -> list[np.ndarray]:
     """Each rank's output where rank r's input chunk c is [100 * r + c]."""
     collective = plan.collective
     sizes = [collective.input_chunks(rank) for rank in range(plan.num_ranks)]
-    return Execution(plan, [100 * rank + np.arange(size)[:, None] for rank, size in enumerate(sizes)]).outputs
+    return execute(plan, [100 * rank + np.arange(size)[:, None] for rank, size in enumerate(sizes)]).outputs
 
 
 def main() -> None:

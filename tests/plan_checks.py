@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from epcomm.collectives.plan import Collective, Plan, Position
-from epcomm.collectives.plan.reference import Execution, Scheduler, at_random, favouring, in_turn, starving
+from epcomm.collectives.plan.reference import Scheduler, at_random, execute, favouring, in_turn, starving
 
 
 def inputs_of(collective: Collective, seed: int = 0) -> list[np.ndarray]:
@@ -37,7 +37,7 @@ def wrong_ranks(plan: Plan, in_place: bool, scheduler: Scheduler = in_turn, seed
     """The ranks that end with a wrong output, or with an input that changed though it is no output."""
     inputs = inputs_of(plan.collective, seed)
     wanted = wanted_outputs(plan.collective, inputs)
-    run = Execution(plan, inputs, in_place=in_place, scheduler=scheduler)
+    run = execute(plan, inputs, in_place=in_place, scheduler=scheduler)
     wrong = []
     for rank, (before, after) in enumerate(zip(inputs, run.inputs)):
         is_result = np.zeros(len(before), bool)
@@ -75,5 +75,5 @@ def assert_runs_right(plan: Plan, schedulers: Iterable[Scheduler] | None = None)
 def completed_first(plan: Plan, late: Position, other: Position) -> bool:
     """Holding `late` back as long as anything else can go on, is `other` complete before it? FIFOs are deep."""
     inputs = inputs_of(plan.collective)
-    trace = Execution(plan, inputs, in_place=plan.in_place, scheduler=starving(0, late), fifo_depth=10**9).trace
+    trace = execute(plan, inputs, in_place=plan.in_place, scheduler=starving(0, late), fifo_depth=10**9).trace
     return trace.index(other) < trace.index(late)

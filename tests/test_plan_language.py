@@ -8,7 +8,7 @@ from plan_checks import adversaries, assert_runs_right, inputs_of
 
 from epcomm.collectives.language import Collective, Trace, chunk
 from epcomm.collectives.plan import Op, Plan
-from epcomm.collectives.plan.reference import Execution
+from epcomm.collectives.plan.reference import execute
 from epcomm.collectives.plan.verify import verify
 from epcomm.errors import ConfigError, PlanError
 
@@ -175,6 +175,6 @@ def test_random_programs(seed):
         assert error.kind == "result"  # it is no allreduce
     wanted = [memory[rank, "output"] for rank in range(num_ranks)]
     for scheduler in adversaries(plan, seed):
-        run = Execution(plan, inputs, scheduler=scheduler)
+        run = execute(plan, inputs, scheduler=scheduler)
         for rank in range(num_ranks):
             np.testing.assert_array_equal(run.outputs[rank], wanted[rank], err_msg=f"rank {rank}")

@@ -13,7 +13,7 @@ from plan_mutations import MUTATIONS, mutated, sources
 
 from epcomm.collectives.algorithms import ALGORITHMS
 from epcomm.collectives.plan import Collective, Dependency, Location, Op, Plan, Position, Program, Step
-from epcomm.collectives.plan.reference import Execution, starving
+from epcomm.collectives.plan.reference import execute, starving
 from epcomm.collectives.plan.verify import verify
 from epcomm.errors import PlanError
 
@@ -356,4 +356,4 @@ def confirm(plan: Plan, error: PlanError, seed: int) -> None:
         assert any(wrong_ranks(plan, in_place) for in_place in plan.placements), f"seed {seed}: {error}"
     else:
         with pytest.raises(PlanError):
-            Execution(plan, inputs_of(plan.collective), in_place=plan.in_place, scheduler=starving(seed))
+            execute(plan, inputs_of(plan.collective), in_place=plan.in_place, scheduler=starving(seed))

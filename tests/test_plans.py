@@ -16,7 +16,7 @@ from epcomm.collectives.algorithms import ALGORITHMS
 from epcomm.collectives.plan import Collective, Location, Op, Plan, Program, Step
 from epcomm.collectives.plan.json_format import from_json, to_json
 from epcomm.collectives.plan.msccl import from_msccl, to_msccl
-from epcomm.collectives.plan.reference import Execution
+from epcomm.collectives.plan.reference import execute
 from epcomm.collectives.plan.table import print_plan
 from epcomm.collectives.plan.verify import verify
 from epcomm.errors import ConfigError, PlanError
@@ -259,6 +259,6 @@ def test_show(capsys):
 def test_runs_check_their_inputs():
     plan = ALGORITHMS["ring"].plan("broadcast", 2)
     with pytest.raises(ConfigError, match=r"inputs\[1\]: wanted 0 chunks, got 1"):
-        Execution(plan, [[[1]], [[1]]])
+        execute(plan, [[[1]], [[1]]])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import permutations
 from pathlib import Path
 
@@ -59,6 +60,22 @@ def test_the_ring_of_a_dgx1_is_of_double_links():
     topology = PRESETS["dgx1_v100"]()
     assert hops(topology, list(range(8))) != [50.0] * 8
     assert hops(topology, ring_order(topology)) == [50.0] * 8
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_orders_in_a_machine_are_the_best(seed):
+    """Against all orders, on links of random speeds: the slowest hop first, then the sum of 1 / bandwidth."""
+    choose = random.Random(seed)
+    devices = tuple(Device(f"gpu{rank}", "gpu") for rank in range(6))
+    pairs = [(a, b) for a in range(6) for b in range(a)]
+    links = tuple(Link(f"gpu{a}", f"gpu{b}", "nvlink", choose.choice([10, 20, 25, 50])) for a, b in pairs)
+    topology = Topology("random", devices, links, tuple(device.name for device in devices))
+
+    def rated(order: list[int]) -> tuple[float, float]:
+        return min(hops(topology, order)), -sum(1 / bandwidth for bandwidth in hops(topology, order))
+
+    best = max(rated([0, *rest]) for rest in permutations(range(1, 6)))
+    assert rated(ring_order(topology)) == pytest.approx(best)
 
 
 def test_routes():
@@ -124,8 +141,6 @@ def test_other_presets():
 
 def test_a_ring_found_by_neighbours_where_there_are_many_ranks():
     """32 GPUs on a ring of links, numbered at random: the order follows the links."""
-    import random
-
     numbers = list(range(32))
     random.Random(3).shuffle(numbers)
     devices = tuple(Device(f"gpu{rank}", "gpu") for rank in range(32))

@@ -7,8 +7,7 @@ then hands it out; two steps, and as few bytes as a ring.
 from __future__ import annotations
 
 from epcomm.collectives.algorithms.algorithm import Algorithm, Form
-from epcomm.collectives.algorithms.butterfly import own_block
-from epcomm.collectives.algorithms.paths import copy_to_each, reduce_in_order
+from epcomm.collectives.algorithms.paths import copy_to_each, own_block, reduce_in_order
 from epcomm.collectives.language import Collective, chunk
 
 

@@ -8,7 +8,7 @@ message-passing systems" (1997).
 from __future__ import annotations
 
 from epcomm.collectives.algorithms.algorithm import Algorithm, Form
-from epcomm.collectives.algorithms.butterfly import own_block, runs
+from epcomm.collectives.algorithms.paths import own_block, runs
 from epcomm.collectives.language import Collective, chunk
 
 

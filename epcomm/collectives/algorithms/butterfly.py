@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
-from epcomm.collectives.language import Chunk, chunk
+from epcomm.collectives.algorithms.paths import runs
+from epcomm.collectives.language import chunk
 
 #: The partner of a position in a step, which has it as its partner in that step. Positions count from 0.
 Partner = Callable[[int, int], int]
@@ -63,16 +64,6 @@ class Butterfly:
                     chunk(self.ranks[partner], "output", block, count).copy(rank)
 
 
-def runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """(first, count) of the runs of neighbours in a set of numbers, ascending."""
-    wanted = set(numbers)
-    for first in sorted(number for number in wanted if number - 1 not in wanted):
-        count = 1
-        while first + count in wanted:
-            count += 1
-        yield first, count
-
-
 class Folded:
     """The largest power of two of the ranks, some of which act for one that is left over.
 
@@ -103,8 +94,3 @@ class Folded:
 def largest_power_of_two(number: int) -> int:
     """The largest one that is no larger."""
     return 1 << (number.bit_length() - 1)
-
-
-def own_block(rank: int) -> Chunk:
-    """Copies an allgather's input to where it belongs in the rank's own output."""
-    return chunk(rank, "input").copy(rank, "output", rank)

@@ -7,9 +7,15 @@ carries each byte about twice, shared among its rails. Each phase has channels o
 from __future__ import annotations
 
 from epcomm.collectives.algorithms.algorithm import Algorithm, Form
-from epcomm.collectives.algorithms.butterfly import own_block
 from epcomm.collectives.algorithms.nodes import Nodes
-from epcomm.collectives.algorithms.paths import copy_along, copy_to_each, reduce_along, reduce_in_order, rotated
+from epcomm.collectives.algorithms.paths import (
+    copy_along,
+    copy_to_each,
+    own_block,
+    reduce_along,
+    reduce_in_order,
+    rotated,
+)
 from epcomm.collectives.language import Collective, chunk
 
 #: Channels: into the rail's ranks, along the rails, out of them.
@@ -34,9 +40,6 @@ def _reduce_scatter(collective: Collective, ranks_per_node: int | None = None) -
     for block in range(collective.num_ranks):
         owner_node, local = divmod(block, nodes.ranks_per_node)
         rail = nodes.rail(local)
-        if nodes.number == 1:
-            reduce_in_order(block, nodes.node(0), block, 0)
-            continue
         for node, rank in enumerate(rail):
             reduce_in_order(rank, nodes.node(node), block, block, buffer="scratch")
         reduce_along(rotated(rail, (owner_node + 1) % len(rail)), block, 0, source="scratch", channel=RAIL)
@@ -62,9 +65,6 @@ def _broadcast(collective: Collective, ranks_per_node: int | None = None) -> Non
 def _reduce(collective: Collective, ranks_per_node: int | None = None) -> None:
     nodes, root = Nodes.of(collective, ranks_per_node), collective.root
     root_node, local = divmod(root, nodes.ranks_per_node)
-    if nodes.number == 1:
-        reduce_in_order(root, nodes.node(0), 0, 0)
-        return
     rail = nodes.rail(local)
     for node, rank in enumerate(rail):
         reduce_in_order(rank, nodes.node(node), 0, 0, buffer="scratch")

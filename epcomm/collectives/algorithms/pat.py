@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from epcomm.collectives.algorithms.algorithm import Algorithm, Form
-from epcomm.collectives.algorithms.butterfly import own_block
+from epcomm.collectives.algorithms.paths import own_block
 from epcomm.collectives.language import Collective, chunk
 
 

@@ -1,8 +1,10 @@
-"""Moves that several algorithms are made of: sums and copies along a path of ranks, and between all of a group."""
+"""What several algorithms are made of: sums and copies along a path of ranks and between all of a group; runs of
+blocks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from epcomm.collectives.language import Chunk, chunk
 
@@ -50,3 +52,17 @@ def reduce_in_order(owner: int, group: Sequence[int], index: int, to: int, *, bu
 def rotated(order: Sequence[int], first: int) -> list[int]:
     """A ring of ranks from position `first` on."""
     return [*order[first:], *order[:first]]
+
+
+def runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """(first, count) of the runs of neighbours in a set of numbers, ascending."""
+    wanted = set(numbers)
+    for first in sorted(number for number in wanted if number - 1 not in wanted):
+        count = 1
+        while first + count in wanted:
+            count += 1
+        yield first, count
+
+def own_block(rank: int) -> Chunk:
+    """Copies an allgather's input to where it belongs in the rank's own output."""
+    return chunk(rank, "input").copy(rank, "output", rank)

@@ -8,7 +8,8 @@ Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communicatio
 from __future__ import annotations
 
 from epcomm.collectives.algorithms.algorithm import Algorithm, Form, require_power_of_two
-from epcomm.collectives.algorithms.butterfly import Butterfly, Folded, halving, own_block
+from epcomm.collectives.algorithms.butterfly import Butterfly, Folded, halving
+from epcomm.collectives.algorithms.paths import own_block
 from epcomm.collectives.language import Collective, chunk
 
 

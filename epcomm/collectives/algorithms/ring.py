@@ -6,82 +6,76 @@ Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for cluster
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from epcomm.collectives.algorithms.algorithm import Algorithm, Form
 from epcomm.collectives.algorithms.paths import copy_along, reduce_along, rotated
-from epcomm.collectives.language import Collective, chunk
+from epcomm.collectives.language import Chunk, Collective, chunk
 from epcomm.errors import ConfigError
 
 
-def checked_order(collective: Collective, order: Sequence[int] | None) -> list[int]:
-    """The ring's ranks; ConfigError if they aren't all ranks, once each."""
-    ranks = list(range(collective.num_ranks))
-    if order is not None and sorted(order) != ranks:
-        raise ConfigError(f"ring: order: wanted all ranks below {collective.num_ranks}, once each, got {order}")
-    return ranks if order is None else list(order)
+@dataclass(frozen=True)
+class Ring:
+    """Ranks in an order, and which of the `parts` chunks of every block goes around here, on a channel of its own."""
+
+    order: Sequence[int]
+    part: int
+    parts: int
+
+    def allreduce(self, collective: Collective) -> None:
+        for block in range(len(self.order)):
+            index = block * self.parts + self.part
+            path = self._path_to((block + 1) % len(self.order))
+            self._copy(reduce_along(path, index, index, channel=self.part), path[:-1])
+
+    def reduce_scatter(self, collective: Collective) -> None:
+        for position, rank in enumerate(self.order):
+            index = rank * self.parts + self.part
+            reduce_along(self._path_to(position), index, self.part, channel=self.part)
+
+    def allgather(self, collective: Collective) -> None:
+        for position, rank in enumerate(self.order):
+            own = chunk(rank, "input", self.part).copy(rank, "output", rank * self.parts + self.part)
+            self._copy(own, rotated(self.order, position)[1:])
+
+    def broadcast(self, collective: Collective) -> None:
+        root = collective.root
+        own = chunk(root, "input", self.part).copy(root, "output")
+        self._copy(own, rotated(self.order, self.order.index(root))[1:])
+
+    def reduce(self, collective: Collective) -> None:
+        reduce_along(self._path_to(self.order.index(collective.root)), self.part, self.part, channel=self.part)
+
+    def _path_to(self, position: int) -> list[int]:
+        """Once around, ending there."""
+        return rotated(self.order, (position + 1) % len(self.order))
+
+    def _copy(self, own: Chunk, ranks: Sequence[int]) -> None:
+        copy_along(own, ranks, channel=self.part)
 
 
-# `part` of `parts`: which of a block's chunks a ring moves, where several rings share the work.
+def ring_forms(parts: int) -> dict[str, Form]:
+    """Collectives by one ring, or by two that turn in opposite directions, each with its part of the data."""
+
+    def program(move: Callable[[Ring, Collective], None]) -> Callable[..., None]:
+        def run(collective: Collective, order: Sequence[int] | None = None) -> None:
+            ranks = list(range(collective.num_ranks))
+            if order is not None and sorted(order) != ranks:
+                raise ConfigError(f"ring: order: wanted all ranks below {len(ranks)}, once each, got {order}")
+            ranks = ranks if order is None else list(order)
+            for part in range(parts):
+                move(Ring(ranks[::-1] if part else ranks, part, parts), collective)
+
+        return run
+
+    return {
+        "allreduce": Form(program(Ring.allreduce), lambda num_ranks: num_ranks * parts),
+        "allgather": Form(program(Ring.allgather), lambda num_ranks: parts),
+        "reduce_scatter": Form(program(Ring.reduce_scatter), lambda num_ranks: parts),
+        "broadcast": Form(program(Ring.broadcast), lambda num_ranks: parts),
+        "reduce": Form(program(Ring.reduce), lambda num_ranks: parts),
+    }
 
 
-def allreduce(order: Sequence[int], part: int = 0, parts: int = 1) -> None:
-    for block in range(len(order)):
-        index = block * parts + part
-        path = rotated(order, (block + 1) % len(order))
-        copy_along(reduce_along(path, index, index, channel=part), path[:-1], channel=part)
-
-
-def allgather(order: Sequence[int], part: int = 0, parts: int = 1) -> None:
-    for position, rank in enumerate(order):
-        own = chunk(rank, "input", part).copy(rank, "output", rank * parts + part)
-        copy_along(own, rotated(order, position)[1:], channel=part)
-
-
-def reduce_scatter(order: Sequence[int], part: int = 0, parts: int = 1) -> None:
-    for position, rank in enumerate(order):
-        path = rotated(order, (position + 1) % len(order))
-        reduce_along(path, rank * parts + part, part, channel=part)
-
-
-def broadcast(order: Sequence[int], root: int, part: int = 0) -> None:
-    path = rotated(order, list(order).index(root))
-    copy_along(chunk(root, "input", part).copy(root, "output"), path[1:], channel=part)
-
-
-def reduce(order: Sequence[int], root: int, part: int = 0) -> None:
-    path = rotated(order, (list(order).index(root) + 1) % len(order))
-    reduce_along(path, part, part, channel=part)
-
-
-def _allreduce(collective: Collective, order: Sequence[int] | None = None) -> None:
-    allreduce(checked_order(collective, order))
-
-
-def _allgather(collective: Collective, order: Sequence[int] | None = None) -> None:
-    allgather(checked_order(collective, order))
-
-
-def _reduce_scatter(collective: Collective, order: Sequence[int] | None = None) -> None:
-    reduce_scatter(checked_order(collective, order))
-
-
-def _broadcast(collective: Collective, order: Sequence[int] | None = None) -> None:
-    broadcast(checked_order(collective, order), collective.root)
-
-
-def _reduce(collective: Collective, order: Sequence[int] | None = None) -> None:
-    reduce(checked_order(collective, order), collective.root)
-
-
-RING = Algorithm(
-    "ring",
-    {
-        "allreduce": Form(_allreduce, lambda num_ranks: num_ranks),
-        "allgather": Form(_allgather),
-        "reduce_scatter": Form(_reduce_scatter),
-        "broadcast": Form(_broadcast),
-        "reduce": Form(_reduce),
-    },
-    options=("order",),
-)
+RING = Algorithm("ring", ring_forms(1), options=("order",))

@@ -7,7 +7,8 @@ Source: De Sensi, Bonato, Saam and Hoefler, "Swing: short-cutting rings for high
 from __future__ import annotations
 
 from epcomm.collectives.algorithms.algorithm import Algorithm, Form, require_power_of_two
-from epcomm.collectives.algorithms.butterfly import Butterfly, own_block
+from epcomm.collectives.algorithms.butterfly import Butterfly
+from epcomm.collectives.algorithms.paths import own_block
 from epcomm.collectives.language import Collective
 
 

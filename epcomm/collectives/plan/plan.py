@@ -114,6 +114,10 @@ class Program:
     channel: int
     steps: tuple[Step, ...]
 
+    def __post_init__(self) -> None:
+        if self.channel < 0:
+            raise ConfigError(f"a program's channel is an integer >= 0, got {self.channel}")
+
 
 class Position(NamedTuple):
     """Where a step is. Channel and program differ only where several programs of a rank share a channel."""

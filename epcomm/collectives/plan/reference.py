@@ -80,58 +80,60 @@ class _Fifo:
     taken: int = 0  # slots: of messages that are there or on their way
 
 
-class Execution:
-    """A run of a plan. `outputs[rank]` and `inputs[rank]` are what memory holds at its end, `trace` the steps as
-    completed.
+@dataclass(frozen=True)
+class Outcome:
+    """What memory holds after a run, [chunks, ...] per rank, and all steps in the order in which they were complete."""
 
-    `inputs[rank]`: an array [input_chunks, ...] per rank, of one dtype; they are copied. In place, input and output
-    share memory. `fifo_depth` replaces the plan's. PlanError if programs wait for one another ("deadlock"), if a step
-    is out of range ("range"), or if messages are left or don't fit ("message").
+    outputs: list[np.ndarray]
+    inputs: list[np.ndarray]
+    trace: list[Position]
+
+
+def execute(
+    plan: Plan,
+    inputs: Sequence[np.ndarray],
+    *,
+    reduce: Callable[[Any, Any], Any] = np.add,
+    in_place: bool = False,
+    scheduler: Scheduler = in_turn,
+    fifo_depth: int | None = None,
+) -> Outcome:
+    """Runs a plan on a copy of `inputs`: an array [input_chunks, ...] per rank, all of one dtype.
+
+    `reduce(local operand, other)` is one sum. In place, input and output share memory. `fifo_depth` replaces the
+    plan's. PlanError if programs wait for one another ("deadlock"), if a step is out of range ("range"), or if messages
+    are left or don't fit ("message").
     """
+    run = _Run(plan, inputs, reduce, in_place, plan.fifo_depth if fifo_depth is None else fifo_depth)
+    run.go(scheduler)
+    collective, ranks = plan.collective, range(plan.num_ranks)
+    return Outcome(
+        [run.chunks(rank, Location("output", 0), collective.output_chunks(rank)) for rank in ranks],
+        [run.chunks(rank, Location("input", 0), collective.input_chunks(rank)) for rank in ranks],
+        run.trace,
+    )
+
+
+class _Run:
+    """Memory, FIFOs and who waits for what."""
 
     def __init__(
-        self,
-        plan: Plan,
-        inputs: Sequence[np.ndarray],
-        *,
-        reduce: Callable[[Any, Any], Any] = np.add,
-        in_place: bool = False,
-        scheduler: Scheduler = in_turn,
-        fifo_depth: int | None = None,
+        self, plan: Plan, inputs: Sequence[Any], reduce: Callable[[Any, Any], Any], in_place: bool, fifo_depth: int
     ):
-        self.plan, self._reduce, self._in_place = plan, reduce, in_place
-        self._depth = plan.fifo_depth if fifo_depth is None else fifo_depth
+        self._plan, self._reduce, self._in_place, self._depth = plan, reduce, in_place, fifo_depth
         self._memory = [self._memory_of(rank, np.asarray(given)) for rank, given in enumerate(inputs)]
         self._fifos: dict[tuple[int, int, int], _Fifo] = {}
         self._complete = [[0] * len(programs) for programs in plan.programs]
         self._waiting: dict[tuple, list[_Worker]] = {}
         self.trace: list[Position] = []
-        workers = [
-            _Worker(rank, number, program.channel, program.steps)
-            for rank, programs in enumerate(plan.programs)
-            for number, program in enumerate(programs)
-        ]
-        self._run([worker for worker in workers if worker.steps], scheduler)
-        if any(fifo.messages for fifo in self._fifos.values()):
-            raise PlanError("message", f"plan {plan.name}: messages are left")
-        collective = plan.collective
-        ranks = range(plan.num_ranks)
-        self.inputs = [self._chunks(rank, Location("input", 0), collective.input_chunks(rank)) for rank in ranks]
-        self.outputs = [self._chunks(rank, Location("output", 0), collective.output_chunks(rank)) for rank in ranks]
 
-    def _memory_of(self, rank: int, given: np.ndarray) -> np.ndarray:
-        first, _, _, size = self.plan.bases(rank, self._in_place)
-        wanted = self.plan.collective.input_chunks(rank)
-        if len(given) != wanted:
-            raise ConfigError(f"plan {self.plan.name}: inputs[{rank}]: wanted {wanted} chunks, got {len(given)}")
-        memory = np.full((size, *given.shape[1:]), 99, given.dtype)  # nothing that a result could be made of
-        memory[first : first + wanted] = given
-        return memory
-
-    def _run(self, workers: list[_Worker], scheduler: Scheduler) -> None:
+    def go(self, scheduler: Scheduler) -> None:
+        """Runs all programs to their ends."""
         runnable: list[_Worker] = []
-        for worker in workers:
-            self._go_on(worker, runnable)
+        for rank, programs in enumerate(self._plan.programs):
+            for number, program in enumerate(programs):
+                if program.steps:
+                    self._go_on(_Worker(rank, number, program.channel, program.steps), runnable)
         while runnable:
             worker = runnable.pop(scheduler([worker.position for worker in runnable]))
             if not worker.started:
@@ -148,7 +150,18 @@ class Execution:
         blocked = [worker for waiting in self._waiting.values() for worker in waiting]
         if blocked:
             text = "; ".join(f"{worker.position} ({worker.step})" for worker in blocked[:8])
-            raise PlanError("deadlock", f"plan {self.plan.name}: these wait forever: {text}", blocked[0].position)
+            raise PlanError("deadlock", f"plan {self._plan.name}: these wait forever: {text}", blocked[0].position)
+        if any(fifo.messages for fifo in self._fifos.values()):
+            raise PlanError("message", f"plan {self._plan.name}: messages are left")
+
+    def _memory_of(self, rank: int, given: np.ndarray) -> np.ndarray:
+        first, _, _, size = self._plan.bases(rank, self._in_place)
+        wanted = self._plan.collective.input_chunks(rank)
+        if len(given) != wanted:
+            raise ConfigError(f"plan {self._plan.name}: inputs[{rank}]: wanted {wanted} chunks, got {len(given)}")
+        memory = np.full((size, *given.shape[1:]), 99, given.dtype)  # nothing that a result could be made of
+        memory[first : first + wanted] = given
+        return memory
 
     def _go_on(self, worker: _Worker, runnable: list[_Worker]) -> None:
         """Makes a worker runnable, or has it wait for the first thing that its next step lacks."""
@@ -178,14 +191,14 @@ class Execution:
         """Reads the operands and takes the slot."""
         step, value = worker.step, None
         if step.src is not None:
-            value = self._chunks(worker.rank, step.src, step.count).copy()
+            value = self.chunks(worker.rank, step.src, step.count).copy()
         if step.receive_from is not None:
             message = self._fifo((step.receive_from, worker.rank, worker.channel)).messages.popleft()
             if len(message) != step.count:
                 raise PlanError("message", f"{worker.position} ({step}) got {len(message)} chunks", worker.position)
             value = message if value is None else self._reduce(value, message)
         elif step.op.reduces and step.dst is not None:
-            value = self._reduce(self._chunks(worker.rank, step.dst, step.count), value)
+            value = self._reduce(self.chunks(worker.rank, step.dst, step.count), value)
         if step.send_to is not None:
             self._fifo((worker.rank, step.send_to, worker.channel)).taken += 1
         worker.value, worker.started = value, True
@@ -195,7 +208,7 @@ class Execution:
         step, rank = worker.step, worker.rank
         news: list[tuple] = [("step", rank, worker.number, worker.next)]
         if step.dst is not None:
-            self._chunks(rank, step.dst, step.count)[:] = worker.value
+            self.chunks(rank, step.dst, step.count)[:] = worker.value
         if step.receive_from is not None:
             key = (step.receive_from, rank, worker.channel)
             self._fifo(key).taken -= 1
@@ -212,9 +225,10 @@ class Execution:
     def _fifo(self, key: tuple[int, int, int]) -> _Fifo:
         return self._fifos.setdefault(key, _Fifo())
 
-    def _chunks(self, rank: int, location: Location, count: int) -> np.ndarray:
-        bases = self.plan.bases(rank, self._in_place)
-        if location.offset + count > self.plan.buffer_chunks(location.buffer, rank):
-            raise PlanError("range", f"plan {self.plan.name}: rank {rank}: {location} x {count} is out of range")
+    def chunks(self, rank: int, location: Location, count: int) -> np.ndarray:
+        """A view of a rank's memory; PlanError ("range") if it isn't in the buffer."""
+        bases = self._plan.bases(rank, self._in_place)
+        if location.offset + count > self._plan.buffer_chunks(location.buffer, rank):
+            raise PlanError("range", f"plan {self._plan.name}: rank {rank}: {location} x {count} is out of range")
         first = bases[("input", "output", "scratch").index(location.buffer)] + location.offset
         return self._memory[rank][first : first + count]
