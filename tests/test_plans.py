@@ -260,5 +260,7 @@ def test_runs_check_their_inputs():
     plan = ALGORITHMS["ring"].plan("broadcast", 2)
     with pytest.raises(ConfigError, match=r"inputs\[1\]: wanted 0 chunks, got 1"):
         execute(plan, [[[1]], [[1]]])
+    with pytest.raises(ConfigError, match="inputs: wanted 2 arrays, got 1"):
+        execute(plan, [[[1]]])
 
 

@@ -193,5 +193,3 @@ class Graph:
         if len(sent) > len(received):
             return self.error("message", f"its message is never received: {counts}", sent[len(received)])
         return self.error("message", f"its message is never sent: {counts}", received[len(sent)])
-
-
