@@ -19,7 +19,7 @@ from epcomm.errors import ConfigError
 PAIRS = [(name, kind) for name, algorithm in ALGORITHMS.items() for kind in algorithm.forms]
 #: what is done by powers of two of ranks only
 POWERS_OF_TWO = {
-    ("recursive_doubling", "allgather"), ("halving_doubling", "reduce_scatter"),
+    ("halving_doubling", "reduce_scatter"), ("halving_doubling", "allgather"),
     ("swing", "allreduce"), ("swing", "reduce_scatter"), ("swing", "allgather"),
 }  # fmt: skip
 MANY_RANKS = {"ring", "double_binary_tree", "recursive_doubling", "halving_doubling", "pat", "swing", "bruck", "direct"}
