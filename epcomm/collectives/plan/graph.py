@@ -98,6 +98,11 @@ class Graph:
             raise self.error("range", "source and destination overlap without being the same", int(number))
         return steps
 
+    def memory_of_rank(self, in_place: bool) -> np.ndarray:
+        """Where each rank's memory begins among all ranks' chunks, int64 [num_ranks + 1]: its end is the next one's."""
+        sizes = [self.plan.bases(rank, in_place)[-1] for rank in range(self.plan.num_ranks)]
+        return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+
     def edges(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """What must be complete before what, (earlier, later) steps: program order, dependencies, messages, slots."""
         later = np.flatnonzero(self.index > 0)
