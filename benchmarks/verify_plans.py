@@ -23,8 +23,8 @@ from benchmarks.timing import quiet_interpreter, statistics
 from epcomm.collectives.algorithms import ALGORITHMS
 from epcomm.collectives.plan.verify import verify
 
-# algorithm, collective, ranks, channels, pieces: the first has 32 ranks of 10080 steps each; in the second programs share
-# chunks, so that races are looked for
+# Algorithm, collective, ranks, channels, pieces. The first has 32 ranks of 10080 steps each; in the second programs
+# share chunks, so that races are looked for.
 _CASES = (
     ("ring", "allreduce", 32, 8, 20),
     ("hierarchical", "allreduce", 32, 4, 4),
