@@ -24,7 +24,7 @@ from host_cases import on_hosts
 
 import epcomm
 from epcomm import proxy
-from epcomm.collectives.algorithms import is_scattered_by_rails, num_shares
+from epcomm.collectives.selection import is_scattered_by_rails, num_shares
 from epcomm.testing.adversary import delay_operations
 
 WORLDS = {

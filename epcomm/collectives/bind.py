@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from epcomm.collectives.algorithms import chosen_algorithm, is_scattered_by_rails, num_shares
 from epcomm.collectives.copy_engine import CopyMove
+from epcomm.collectives.selection import chosen_algorithm, is_scattered_by_rails, num_shares
 from epcomm.device.control import GENERATION_SHIFT
 from epcomm.heap.private import PrivateMemory
 from epcomm.kernels.protocol import collectives as protocol

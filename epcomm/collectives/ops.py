@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from epcomm.collectives.algorithms import check_algorithm
 from epcomm.collectives.bind import Binder
 from epcomm.collectives.checks import (
     check_divisible,
@@ -26,6 +25,7 @@ from epcomm.collectives.checks import (
     is_plain,
 )
 from epcomm.collectives.copy_engine import CopyMove
+from epcomm.collectives.selection import check_algorithm
 from epcomm.device.cpu.memory import STREAMING_BYTES
 from epcomm.errors import ConfigError, UnsupportedError
 from epcomm.kernels.protocol.arithmetic import supported_ops
