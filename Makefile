@@ -2,7 +2,7 @@
 # make test    set everything up in .venv, then run the tests; make test-all adds the slow ones
 # make test-gpu-link           install NVSHMEM's and NCCL's wheels, then compile kernels with both, to machine code
 # make test-gpu-link-reduced   the same for fewer kernels, for CI
-# make test-integrations       what other frameworks' own tests and models do on epcomm, see docs/integrations.md
+# make test-integrations       what other frameworks do on epcomm: each in .venvs/NAME, with tests/integrations/NAME.txt
 # make bench   the standard measurements, beside gloo and MPI
 # make lint    ruff and mypy
 # make clean   remove caches and build output; make distclean removes .venv too
@@ -17,6 +17,7 @@ PYTEST_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
+LINK_TESTS := tests/test_gpu_link.py tests/test_gpu_transport.py
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 # An empty file for each finished step, so that it is done once and again when its inputs change.
@@ -27,9 +28,9 @@ INTEGRATIONS_READY := $(VENV)/.ready-integrations
 BENCH_READY := $(VENV)/.ready-bench
 BENCH_MISSING := $(VENV)/.bench-missing
 
-# Frameworks to try epcomm with, beside torch. To add one: its name here, an extra of that name in pyproject.toml, and
-# tests/integrations/try_NAME.py, which runs in a venv of its own and exits with 0 if all is well.
-FRAMEWORKS :=
+# Frameworks that are tried with epcomm. To add one: its name here, tests/integrations/NAME.txt and
+# test_NAME*.py.
+FRAMEWORKS := transformers torchtitan token_switch sglang megatron vllm
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-gpu-link test-gpu-link-reduced test-integrations integration-c10d bench bench-note lint clean distclean
@@ -48,10 +49,10 @@ test-all: $(TEST_READY)
 	$(BIN)/python -m pytest -m "slow or not slow" $(PYTEST_ARGS)
 
 test-gpu-link: $(LINK_READY)
-	$(BIN)/python -m pytest tests/test_gpu_link.py -m "slow or not slow" --require-networks $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(LINK_TESTS) -m "slow or not slow" --require-networks $(PYTEST_ARGS)
 
 test-gpu-link-reduced: $(LINK_READY)
-	$(BIN)/python -m pytest tests/test_gpu_link.py --require-networks $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(LINK_TESTS) --require-networks $(PYTEST_ARGS)
 
 test-integrations: integration-c10d $(FRAMEWORKS:%=integration-%)
 
@@ -59,7 +60,7 @@ integration-c10d: $(INTEGRATIONS_READY)
 	$(BIN)/python tests/integrations/try_c10d.py
 
 integration-%: .venvs/%/.ready
-	.venvs/$*/bin/python tests/integrations/try_$*.py
+	.venvs/$*/bin/python -m pytest tests/integrations/test_$**.py -m "slow or not slow" $(PYTEST_ARGS)
 
 bench: $(BENCH_READY) bench-note
 	$(BIN)/python benchmarks/decode_latency.py
@@ -85,14 +86,15 @@ $(LINK_READY): $(TEST_READY)
 	$(INSTALL) -e '.[test,dev,link]'
 	@touch $@
 
+# PyTorch's own tests need no other framework than epcomm itself does.
 $(INTEGRATIONS_READY): $(TEST_READY)
 	$(INSTALL) -e '.[test,dev,integrations]'
 	@touch $@
 
+# What a framework pins may be other releases than those that constraints.txt has for epcomm's own tests.
 .PRECIOUS: .venvs/%/.ready
-.venvs/%/.ready: tools/make_venv.sh pyproject.toml constraints.txt
-	@sh tools/make_venv.sh '$(PYTHON)' .venvs/$*
-	.venvs/$*/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[$*]'
+.venvs/%/.ready: tests/integrations/%.txt tools/make_integration_venv.sh tools/make_venv.sh pyproject.toml
+	sh tools/make_integration_venv.sh '$(PYTHON)' .venvs/$* $< $(PIP_ARGS)
 	@touch $@
 
 # MPI and matplotlib are only there to compare and to plot: without them the demo and the benchmarks skip those parts.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+from typing import Any
 
 
 class EpcommError(RuntimeError):
@@ -43,3 +44,15 @@ class ClosedError(EpcommError):
 
 class UnsupportedError(EpcommError):
     """The request is valid but this target, machine or build cannot serve it."""
+
+
+class PlanError(EpcommError, ValueError):
+    """A plan is wrong. `kind` says how, `step` and `other` (two steps' positions, or None) where.
+
+    Kinds: "range" (a step names what isn't there), "message" (sends and receives don't match), "deadlock", "race" (two
+    accesses to a chunk that nothing orders), "result" (the collective's result isn't what ends up in memory).
+    """
+
+    def __init__(self, kind: str, message: str, step: Any = None, other: Any = None):
+        super().__init__(message)
+        self.kind, self.step, self.other = kind, step, other

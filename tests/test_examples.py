@@ -1,5 +1,6 @@
 """The examples and the command run as a newcomer would run them."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,30 @@ def test_allreduce_by_launch_and_by_torchrun():
 
 def test_overlap():
     assert "same results: True" in run("examples/overlap.py")
+
+
+def test_plans():
+    printed = run("examples/plans.py")
+    proven = [line.split(",")[0] for line in printed.splitlines() if ": proven" in line]
+    assert proven == ["ring", "hierarchical", "all pairs"]
+    assert "rank 1 has [600, 604, 608" in printed and "rank 1 has [1500, 1506, 1512]" in printed
+    assert "rank 1 has [1, 101, 201]" in printed and "proven at a FIFO depth of 8" in printed
+
+
+def test_what_the_document_on_plans_shows():
+    document = (ROOT / "docs" / "plans.md").read_text()
+    blocks = document.split("```python\n")[1:]
+    assert len(blocks) == 3
+    code = "\n".join(block.split("```")[0] for block in blocks)
+    printed = run("-c", code + "\nprint(proof.roundings, crossings(order, machines.node_of))")
+    assert "ring allreduce: allreduce of 8 ranks" in printed and printed.splitlines()[-1] == "7 2"
+
+
+def test_programs_in_the_language_are_short():
+    tree = ast.parse((ROOT / "examples" / "plans.py").read_text())
+    lengths = {node.name: node.end_lineno - node.lineno + 1 for node in tree.body if isinstance(node, ast.FunctionDef)}
+    programs = ("ring_allreduce", "hierarchical_allreduce", "all_pairs_alltoall")
+    assert all(lengths[name] < 20 for name in programs), lengths
 
 
 def test_notebook():

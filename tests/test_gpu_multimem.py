@@ -11,7 +11,7 @@ from collective_cases import FORMS, addend, reduced, same_bits
 from failure_cases import Raised, raised_by
 
 import epcomm
-from epcomm.collectives.algorithms import check_algorithm, chosen_algorithm
+from epcomm.collectives.selection import check_algorithm, chosen_algorithm
 from epcomm.errors import ConfigError, PeerFailedError, UnsupportedError
 from epcomm.testing.interpreter import kernels_of
 from epcomm.testing.ranks import rank_outcomes, run_ranks

@@ -58,7 +58,7 @@ class Movement(Calls):
         if into is not None:
             result, address, streaming = into.tensors, into.address, into.num_bytes > STREAMING_BYTES
         if not isinstance(operation, CopyMove):
-            values = (source.address, address, 0, streaming)
+            values = (source.address, address, source.num_bytes, streaming)
             return self._call(operation, values, source.tensors, result, async_op, timeout)
         text = f"rank {self.runtime.rank}: {operation.text}"
         check_timeout(text, timeout)
@@ -116,7 +116,8 @@ class Movement(Calls):
             sends = [each if self.runtime.rank == src else 0] * size
             receives = [each if rank == src else 0 for rank in self._everyone]
             text = f"broadcast(x={x.dtype} {tuple(x.shape)}, src={src})"
-            return self._binder.exchange(text, [[0] * size, sends, [0] * size, receives], each, shared=True)
+            table = [[0] * size, sends, [0] * size, receives]
+            return self._binder.exchange(text, table, each, shared=True, root=src)
 
         source, key = parts_of(x.contiguous()), ("broadcast", x.shape, x.dtype, src)
         return self._move(key, bind, source, parts_of(result), async_op, timeout)
@@ -151,25 +152,27 @@ class Movement(Calls):
     def reduce_scatter(self, x: Tensors, op: str, out: torch.Tensor | None, async_op: bool,
                        timeout: float | None) -> Any:  # fmt: skip
         where, size = self._where("reduce_scatter"), self.runtime.size
-        source, part = self._even_parts(where, x)
+        # between hosts the way depends on sizes alone, and one of them wants the parts side by side
+        source, part = self._even_parts(where, x, is_joined=self._binder.spans_hosts)
         self._check_op(where, part.dtype, op)
         result = check_out(where, out, part.shape, part)
         each = result.nbytes
 
         def bind() -> Operation | CopyMove:
             text = f"reduce_scatter(part={part.dtype} {tuple(part.shape)}, op={op})"
-            table = [source.offsets_of([each] * size), [each] * size, [0] * size, [each] * size]
-            return self._binder.exchange(text, table, each, reduction=(part.dtype, op))
+            return self._binder.reduce_scatter(text, source.offsets_of([each] * size), each, part.dtype, op)
 
         key = ("reduce_scatter", part.shape, part.dtype, op)
         return self._move(key, bind, source, parts_of(result), async_op, timeout)
 
-    def _even_parts(self, where: str, x: Tensors | None) -> tuple[Parts, torch.Tensor]:
+    def _even_parts(
+        self, where: str, x: Tensors | None, *, is_joined: bool = False
+    ) -> tuple[Parts, torch.Tensor]:
         """Equal parts of `x`, by dim 0 or one tensor for each rank; and the first, for its shape and dtype."""
         size = self.runtime.size
         if isinstance(x, Sequence):
             listed = [part.contiguous() for part in check_parts(where, "x", x, size, self._device, alike=True)]
-            return parts_of(listed), listed[0]
+            return parts_of(torch.stack(listed) if is_joined else listed), listed[0]
         whole = check_tensor(where, "x", x, self._device).contiguous()
         return parts_of(whole), whole[: check_divisible(where, whole, size)]
 

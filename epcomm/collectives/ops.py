@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from epcomm.collectives.algorithms import check_algorithm
 from epcomm.collectives.calls import Calls, rejecting
 from epcomm.collectives.checks import check_out, check_rank, check_tensor, is_plain
+from epcomm.collectives.selection import check_algorithm
 from epcomm.device.cpu.memory import STREAMING_BYTES
 from epcomm.errors import ConfigError
 from epcomm.operation import Operation

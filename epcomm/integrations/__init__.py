@@ -1,1 +1,1 @@
-"""epcomm in other frameworks: a module or package for each, which nothing else imports."""
+"""Adapters that let frameworks run on epcomm unmodified; none is loaded unless asked for."""

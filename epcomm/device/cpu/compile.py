@@ -26,7 +26,7 @@ from numba.core.caching import CompileResultCacheImpl, FunctionCache
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 #: what a kernel can be made from: not the other target's
-_SOURCES = ("device/*.py", "device/cpu/*.py", "kernels/protocol/*.py", "kernels/cpu/*.py")
+_SOURCES = ("device/*.py", "device/cpu/*.py", "kernels/protocol/*.py", "kernels/cpu/*.py", "collectives/plan/passes.py")
 
 #: ``int64 kernel(int64 ctx, int64 args, int64 program, int64 num_programs)``
 KERNEL_SIGNATURE = types.int64(types.int64, types.int64, types.int64, types.int64)

@@ -1,0 +1,64 @@
+"""What algorithms are made of: sums and copies along paths of ranks and between all of a group; runs of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from epcomm.collectives.language import Chunk, chunk
+
+
+def reduce_along(path: Sequence[int], index: int, to: int, *, source: str = "input", channel: int = 0) -> Chunk:
+    """Sums chunk `index` of a buffer of the ranks of a path into the last one's output at `to`."""
+    total = chunk(path[0], source, index)
+    for rank in path[1:-1]:
+        # a partial sum is on its way to the next rank: the compiler drops the store
+        total = chunk(rank, source, index).reduce(total, "scratch", index, channel=channel)
+    if len(path) == 1:
+        return total.copy(path[0], "output", to)
+    return chunk(path[-1], source, index).reduce(total, "output", to, channel=channel)
+
+
+def copy_along(chunk: Chunk, path: Iterable[int], *, channel: int = 0) -> None:
+    """Copies a chunk from rank to rank, to the same place on each."""
+    for rank in path:
+        chunk = chunk.copy(rank, channel=channel)
+
+
+def copy_to_each(chunk: Chunk, ranks: Iterable[int], *, channel: int = 0) -> None:
+    """Copies a chunk to the same place on each of the ranks."""
+    for rank in ranks:
+        chunk.copy(rank, channel=channel)
+
+
+def reduce_in_order(owner: int, group: Sequence[int], index: int, to: int, *, buffer: str = "output") -> Chunk:
+    """Sums chunk `index` of the inputs of a group on `owner`, one of them, in its order; each sends directly."""
+    if len(group) == 1:
+        return chunk(owner, "input", index).copy(owner, buffer, to)
+    total = chunk(group[0], "input", index)
+    if group[0] != owner:
+        total = total.copy(owner, "scratch", index)
+    for rank in group[1:]:
+        place = (buffer, to) if rank == group[-1] else ("scratch", index)
+        own = chunk(rank, "input", index)
+        # where the sum replaces the owner's input in place, that input has to be the first operand
+        total = own.reduce(total, *place) if rank == owner else total.reduce(own, *place)
+    return total
+
+
+def rotated(order: Sequence[int], first: int) -> list[int]:
+    """A ring of ranks from position `first` on."""
+    return [*order[first:], *order[:first]]
+
+
+def runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """(first, count) of the runs of neighbours in a set of numbers, ascending."""
+    wanted = set(numbers)
+    for first in sorted(number for number in wanted if number - 1 not in wanted):
+        count = 1
+        while first + count in wanted:
+            count += 1
+        yield first, count
+
+def own_block(rank: int) -> Chunk:
+    """Copies an allgather's input to where it belongs in the rank's own output."""
+    return chunk(rank, "input").copy(rank, "output", rank)
