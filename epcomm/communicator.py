@@ -28,10 +28,9 @@ class Communicator:
     """The ranks that talk to each other, from the view of one of them. Made by `init`; a context manager.
 
     Attributes: ``rank``, ``size``, ``nodes`` (of each rank: 0, 1, ... by first appearance; ranks of one node share
-    memory), ``device``, ``transport``, ``num_programs`` (threads, or multiprocessors of a GPU, per
-    operation), ``closed``. Every method but `check`, `abort`, `reject` and those for messages is collective: all ranks
-    call the same operations in the same order. Tensors are on `device`; results are new tensors unless `out` is given
-    (``out is x`` works in place); with ``async_op=True`` they are a `Work`.
+    memory), ``device``, ``transport``, ``closed``. Every method but `check`, `abort`, `reject` and those
+    for messages is collective: all ranks call the same operations in the same order. Tensors are on `device`; results
+    are new tensors unless `out` is given (``out is x`` works in place); with ``async_op=True`` they are a `Work`.
     Instead of hanging, operations raise `MismatchError`, `PeerFailedError`, `PeerLostError` or `TimeoutError`; the
     communicator is then failed until `reset`. SIGINT ends a wait of the main thread.
     """
@@ -42,7 +41,7 @@ class Communicator:
 
         network = target.connect(hub.rank, hub.nodes, exchange)
         self.rank, self.size, self.nodes = hub.rank, hub.size, list(hub.nodes if network is None else network.nodes)
-        self.device, self.transport, self.num_programs = target.device, target.transport, num_programs
+        self.device, self.transport = target.device, target.transport
         regions = collective_regions(self.size, num_programs, target.copy_engine_bytes, max(self.nodes) + 1)
         self._runtime = Runtime(target, hub, network, regions, num_programs, timeout)
         self._fifo = Fifo("epcomm-async", is_stream_ordered=self.device.type == "cuda")
@@ -110,6 +109,11 @@ class Communicator:
 
     def __repr__(self) -> str:
         return f"<Communicator rank {self.rank} of {self.size}, {self.transport}{', closed' if self.closed else ''}>"
+
+    @property
+    def num_programs(self) -> int:
+        """Threads, or multiprocessors of a GPU, that an operation may use."""
+        return self._runtime.num_programs
 
     @property
     def waited(self) -> list[int]:

@@ -262,7 +262,7 @@ def test_weights_and_bias_of_float64() -> None:
         x = torch.tensor([[1.0], [2.0**40], [3.0]], dtype=torch.float64)
         routing = ep.route(torch.zeros(3, 1, dtype=torch.int64))
         y = ep.dispatch(x, routing).x
-        result, _ = combine_with_bias(ep, y, routing, None, torch.full_like(x, 2.0**-10))
+        result, _ = combine_with_bias(y, routing, None, torch.full_like(x, 2.0**-10))
         assert torch.equal(result, x + 2.0**-10)
 
     on_ranks(2, body)

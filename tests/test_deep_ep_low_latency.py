@@ -136,13 +136,13 @@ def test_low_latency(world: int) -> None:
     on_ranks(world, body)
 
 
-def test_two_micro_batches_are_under_way_at_once() -> None:
-    """Each has its dispatch and its combine begun before the other's is finished, as in dual batch overlap."""
+def test_micro_batches_are_under_way_at_once() -> None:
+    """Each of three has its dispatch and its combine begun before another's is finished, as in dual batch overlap."""
 
     def body(comm: epcomm.Communicator) -> None:
         rank, buffer = comm.rank, deep_ep.Buffer(comm, low_latency_mode=True)
         for number in range(4):
-            steps = [Step(CASES[0], comm.size, 2 * number + half) for half in range(2)]
+            steps = [Step(CASES[0], comm.size, 3 * number + batch) for batch in range(3)]
             begun = [
                 buffer.low_latency_dispatch(
                     step.x()[rank], step.exchange.indices[rank], PADDED.max_tokens, PADDED.num_experts,
@@ -162,7 +162,7 @@ def test_two_micro_batches_are_under_way_at_once() -> None:
                 hook()
                 wanted = combined(step.exchange, rank, step.y(), step.weights[rank])
                 check_combined(step, result, wanted, torch.bfloat16)
-        assert len(buffer._handles._lanes) == 2
+        assert len(buffer._handles._lanes) == 3
 
     on_ranks(2, body)
 

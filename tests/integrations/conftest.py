@@ -35,7 +35,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if not session.config.getoption("--record", default=False):
+    if not session.config.getoption("record", default=False):  # unknown where this file was loaded late
         return
     for name, outcomes in session.stash.get(_OUTCOMES, {}).items():
         requirements = (HERE / f"{name}.txt").read_text()

@@ -17,6 +17,8 @@ from epcomm.integrations.deep_ep.install import install
 
 #: of expert indices; int32 is accepted, too
 topk_idx_t = torch.int64
+#: of DeepEP, whose calls these are; `HybridEPBuffer` is that of its hybrid-ep branch
+__version__ = "2.1.0"
 
 __all__ = [
     "Buffer",

@@ -37,7 +37,7 @@ class EPHandle:
 
     def __init__(self, received: Any, topk_idx: torch.Tensor, expert_alignment: int, num_sms: int):
         self.routing, self.topk_idx = received.routing, topk_idx
-        self.ep, config = received.ep, received.ep.config
+        config = received.ep.config
         self.do_expand = config.layout == "contiguous"
         self.num_experts, self.num_max_tokens_per_rank = config.num_experts, config.max_tokens
         self.expert_alignment, self.num_sms = expert_alignment, num_sms
@@ -205,7 +205,7 @@ class ElasticBuffer(ConnectedBuffer):
             self._check_cached(handle, topk_idx=topk_idx, do_cpu_sync=do_cpu_sync or None, num_experts=num_experts,
                                num_max_tokens_per_rank=num_max_tokens_per_rank, expert_alignment=expert_alignment,
                                do_expand=do_expand)  # fmt: skip
-            received = handle.ep.dispatch(x, handle.routing, topk_weights)
+            received = handle.routing.ep.dispatch(x, handle.routing, topk_weights)
         if cumulative_local_expert_recv_stats is not None:
             cumulative_local_expert_recv_stats.add_(handle.num_unaligned_recv_tokens_per_expert)
         rows = received.x
@@ -242,9 +242,9 @@ class ElasticBuffer(ConnectedBuffer):
         wait_for(previous_event)
         wait_for(previous_event_before_epilogue)
         of_rows = None if handle.do_expand else topk_weights
-        combined, weights = combine_with_bias(handle.ep, x, handle.routing, of_rows, bias)
+        combined, weights = combine_with_bias(x, handle.routing, of_rows, bias)
         if handle.do_expand and topk_weights is not None:
-            weights = handle.ep.combine(topk_weights[:, None], handle.routing, reduce=False)[..., 0]
+            weights = handle.routing.ep.combine(topk_weights[:, None], handle.routing, reduce=False)[..., 0]
         return combined, weights, event_of(async_with_compute_stream)
 
     def _layout(self, do_expand: bool, alignment: int) -> dict[str, Any]:

@@ -22,7 +22,6 @@ Bias = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 class DispatchHandle:
     """What `dispatch` returns for `combine`, and for a later dispatch along the same routing."""
 
-    ep: Any
     routing: Any
 
 
@@ -109,7 +108,7 @@ class HighThroughput(ConnectedBuffer):
         """
         wait_for(previous_event)
         if handle is not None:
-            return handle.ep.dispatch(x, handle.routing).x, None, None, None, None, event_of(async_finish)
+            return handle.routing.ep.dispatch(x, handle.routing).x, None, None, None, None, event_of(async_finish)
         if num_tokens_per_expert is None or is_token_in_rank is None:
             wanted = "wanted `num_tokens_per_expert` and `is_token_in_rank`, or `handle`, got none of them"
             raise self._rejected("dispatch", wanted)
@@ -124,8 +123,8 @@ class HighThroughput(ConnectedBuffer):
             counts = received.expert_counts_list if topk_idx is not None else self._own_share(num_tokens_per_expert)
         aligned = [-(-count // expert_alignment) * expert_alignment for count in counts]
         local_idx = None if topk_idx is None else received.topk_idx
-        made = DispatchHandle(ep, received.routing)
-        return received.x, local_idx, received.topk_weights, aligned, made, event_of(async_finish)
+        handle = DispatchHandle(received.routing)
+        return received.x, local_idx, received.topk_weights, aligned, handle, event_of(async_finish)
 
     @torch.no_grad()
     def combine(
@@ -151,7 +150,7 @@ class HighThroughput(ConnectedBuffer):
         weights float32 [num_tokens, topk], or None; an event.
         """
         wait_for(previous_event)
-        combined, weights = combine_with_bias(handle.ep, x, handle.routing, topk_weights, bias)
+        combined, weights = combine_with_bias(x, handle.routing, topk_weights, bias)
         return combined, weights, event_of(async_finish)
 
     def _flat(self, x: Any, num_experts: int, topk: int, num_worst_tokens: int) -> Any:
@@ -169,16 +168,16 @@ class HighThroughput(ConnectedBuffer):
 
 
 def combine_with_bias(
-    ep: Any, x: torch.Tensor, routing: Any, topk_weights: torch.Tensor | None, bias: Bias
+    x: torch.Tensor, routing: Any, topk_weights: torch.Tensor | None, bias: Bias
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """x, and per-slot weights if there are any, summed; with up to two addends, it is still rounded once."""
     rows = (x,) if topk_weights is None else (x, topk_weights)
     if bias is None:
-        combined = ep.combine(rows, routing)
+        combined = routing.ep.combine(rows, routing)
     else:
         wide = torch.float64 if x.dtype is torch.float64 else torch.float32
         sums = [torch.empty(routing.num_tokens, row.shape[-1], dtype=wide, device=row.device) for row in rows]
-        combined = list(ep.combine(rows, routing, out=tuple(sums)))
+        combined = list(routing.ep.combine(rows, routing, out=tuple(sums)))
         for addend in flat(bias):
             combined[0] += addend
         combined[0] = combined[0].to(x.dtype)

@@ -15,6 +15,7 @@ _ALIASES = {
     "deep_ep.utils.event": f"{_PACKAGE}.events",
     "deep_ep.buffers": _PACKAGE,
     "deep_ep.buffers.legacy": f"{_PACKAGE}.buffer",
+    "deep_ep.buffers.elastic": f"{_PACKAGE}.elastic",
     "deep_ep_cpp": _PACKAGE,
 }
 
