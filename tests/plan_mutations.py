@@ -11,6 +11,7 @@ import numpy as np
 from epcomm.collectives.algorithms import ALGORITHMS
 from epcomm.collectives.language import Collective, Trace, chunk
 from epcomm.collectives.plan import BUFFERS, Dependency, Location, Op, Plan, Program, Step
+from epcomm.collectives.plan.msccl import from_msccl, to_msccl
 
 #: A rank's programs as lists, which mutations change.
 _Ranks = list[list[tuple[int, list[Step]]]]
@@ -29,7 +30,9 @@ def sources() -> list[Plan]:
         ("two_level", "alltoall", 4, {"ranks_per_node": 2}), ("bruck", "allgather", 5, {}),
     ]  # fmt: skip
     plans = [ALGORITHMS[name].plan(collective, size, **options) for name, collective, size, options in made]
-    return [*plans, *(switching_ring(size) for size in (3, 4)), switching_ring(3, pieces=2)]
+    # by way of MSCCL: programs of one peer each, several of them on a channel, and nops
+    split = from_msccl(to_msccl(ALGORITHMS["two_shot"].plan("allreduce", 3)))
+    return [*plans, *(switching_ring(size) for size in (3, 4)), switching_ring(3, pieces=2), split]
 
 
 def switching_ring(num_ranks: int, **arguments: int) -> Plan:
