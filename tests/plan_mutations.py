@@ -30,9 +30,9 @@ def sources() -> list[Plan]:
         ("two_level", "alltoall", 4, {"ranks_per_node": 2}), ("bruck", "allgather", 5, {}),
     ]  # fmt: skip
     plans = [ALGORITHMS[name].plan(collective, size, **options) for name, collective, size, options in made]
+    plans += [switching_ring(3), switching_ring(4), switching_ring(3, pieces=2), gathering()]
     # by way of MSCCL: programs of one peer each, several of them on a channel, and nops
-    split = from_msccl(to_msccl(ALGORITHMS["two_shot"].plan("allreduce", 3)))
-    return [*plans, *(switching_ring(size) for size in (3, 4)), switching_ring(3, pieces=2), split]
+    return plans + [from_msccl(to_msccl(plan)) for plan in (ALGORITHMS["two_shot"].plan("allreduce", 3), gathering())]
 
 
 def switching_ring(num_ranks: int, **arguments: int) -> Plan:
@@ -46,6 +46,17 @@ def switching_ring(num_ranks: int, **arguments: int) -> Plan:
             for hop in range(1, num_ranks):
                 total = total.copy((block + hop) % num_ranks, channel=hop % 2)
     return trace.plan(**arguments)
+
+
+def gathering() -> Plan:
+    """An allgather of three ranks by the first one, which waits for two programs at once."""
+    with Trace("gathering", Collective("allgather", 3, 1)) as trace:
+        chunk(0, "input").copy(0, "output", 0)
+        for rank in (1, 2):
+            chunk(rank, "input").copy(0, "output", rank, channel=rank)
+        for rank in (1, 2):
+            chunk(0, "output", 0, 3).copy(rank)
+    return trace.plan()
 
 
 def mutated(plan: Plan, mutation: str, generator: np.random.Generator) -> Plan | None:
