@@ -154,7 +154,6 @@ def test_gpus_without_a_transport(port: int) -> None:
 
     class OnGpus(CpuTarget):
         def connect(self, rank: int, hosts: Sequence[int], exchange: Callable[[bytes], list[bytes]]) -> Any:
-            os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported: other tests interpret in this process
             from epcomm.heap import transport
 
             return transport.connect("auto", rank, hosts, torch.device("cuda", 0), exchange)

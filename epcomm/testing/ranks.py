@@ -262,6 +262,7 @@ _stack_file: Any = None
 def _prepare(stack_path: str) -> list[Any]:
     """Writes all stacks to a file at every signal, and loads what every test needs."""
     global _stack_file
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which a task before one that interprets may do
     import epcomm.initialize  # noqa: F401
 
     _stack_file = open(stack_path, "a")
