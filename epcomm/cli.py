@@ -1,4 +1,4 @@
-"""The `epcomm` command: `info`, `demo`, `model`, `aot`, and in a checkout `bench`."""
+"""The `epcomm` command: `info`, `demo`, `explain`, `model`, `aot`, and in a checkout `bench`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from epcomm.aot import main as aot_command
+from epcomm.explain.commands import app as explain_commands
 from epcomm.model.commands import app as model_commands
 
 app = typer.Typer(
     help="Expert parallelism and collectives between the ranks of an ML job. In a checkout: `epcomm bench`.",
     no_args_is_help=True,
 )
+app.add_typer(explain_commands, name="explain")
 app.add_typer(model_commands, name="model")
 app.command("aot")(aot_command)
 _CHECKOUT = Path(__file__).resolve().parents[1]

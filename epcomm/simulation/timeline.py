@@ -69,13 +69,13 @@ class Timeline:
 
     @cached_property
     def critical_path(self) -> tuple[Segment, ...]:
-        """Segments without gaps that lead from the launch to the last step: shortening none of them helps none."""
+        """Segments without gaps from the launch to the last step's end: what has to get shorter for the whole to."""
         segments: list[Segment] = []
         number = int(self.complete.argmax()) if self.graph.num_steps else -1
         end, is_message = self.makespan, False
         while number >= 0:
             segments.append(self._segment(number, is_message, end))
-            end = self.start[number]
+            end = segments[-1].begin
             cause, number = self.cause[number]
             is_message = cause is Cause.MESSAGE
         return tuple(reversed(segments))
@@ -106,6 +106,6 @@ class Timeline:
         return self.link_busy / self.makespan if self.makespan else np.zeros_like(self.link_busy)
 
     def busiest_links(self, most: int = 5) -> list[tuple[str, float]]:
-        """Names and shares of the links that are busy longest; equal names once."""
+        """Names and shares of the links that are busy longest."""
         order = np.argsort(-self.link_use, kind="stable")[:most]
         return [(self.network.link_name(int(link)), float(self.link_use[link])) for link in order if self.link_use[link]]

@@ -1,0 +1,59 @@
+"""What there is to say about a request: the chosen plan, what was proved about it, its simulation, its bound."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from epcomm.collectives.cost.choice import Candidate, Request, allowed, candidates
+from epcomm.errors import ConfigError
+from epcomm.simulation import Timeline
+from epcomm.simulation.bounds import allreduce_bound
+
+#: Larger plans are not made: their simulation takes minutes.
+MOST_SIMULATED = 32
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """`chosen` is what `auto` picks of `candidates`, cheapest first, or the cheapest of the algorithm asked for."""
+
+    request: Request
+    candidates: Sequence[Candidate]
+    chosen: Candidate
+
+    @cached_property
+    def timeline(self) -> Timeline | None:
+        """The chosen plan's simulation; None where there are too many ranks to make a plan."""
+        return self.chosen.simulated() if self.request.num_ranks <= MOST_SIMULATED else None
+
+    @property
+    def microseconds(self) -> float:
+        """Of the simulation, or else the price."""
+        return self.chosen.microseconds if self.timeline is None else self.timeline.makespan
+
+    @cached_property
+    def bound(self) -> float:
+        """µs below which no allreduce on this machine is."""
+        machine = self.request.machine
+        singly = [[rank] for rank in range(self.request.num_ranks)]
+        return allreduce_bound(machine.pricing_network, self.request.num_bytes, (singly, machine.topology.nodes))
+
+    @cached_property
+    def shares(self) -> dict[str, float]:
+        """Of the simulated time: what goes into the launch, latencies and steps, bytes, and queues; empty without."""
+        if self.timeline is None:
+            return {}
+        return {name: value / self.timeline.makespan for name, value in self.timeline.parts.items()}
+
+
+def explain(request: Request, algorithm: str = "auto", protocol: str = "auto") -> Explanation:
+    """ConfigError if the algorithm or protocol isn't known, or can't do the request."""
+    found = candidates(request, protocols=None if protocol == "auto" else (protocol,))
+    if algorithm == "auto":
+        return Explanation(request, found, next(allowed(request, found)))
+    asked = candidates(request, algorithms=(algorithm,), protocols=None if protocol == "auto" else (protocol,))
+    if not asked:
+        raise ConfigError(f"argument `algorithm`: {algorithm} can't do this")
+    return Explanation(request, found, asked[0])
