@@ -24,7 +24,7 @@ LAYERS = [
     ["collectives.cost"],
     ["moe", "collectives"],
     ["communicator", "initialize"],
-    ["launcher", "demo", "cli", "aot", "model", "explain", "rich_tables", "testing",
+    ["launcher", "demo", "cli", "plan_commands", "aot", "model", "explain", "rich_tables", "testing",
      "integrations", "__init__"],
 ]
 # Neighbours in one layer may import each other, except for these.

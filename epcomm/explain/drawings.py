@@ -59,6 +59,7 @@ def draw_schedule(timeline: Timeline, path: Path) -> None:
         axes.plot(times, ends, color=colour, linewidth=1.4 if sender in on_path else 0.4, zorder=3)
     axes.set_yticks(range(len(rows)), [f"rank {rank}, program {program}" for rank, program in rows], fontsize=6)
     axes.invert_yaxis()
+    axes.set_xlim(left=0)
     axes.set_xlabel("µs")
     title = f"{plan.name}, {plan.collective}: {timeline.makespan:.1f} µs; red: critical path"
     if len(pairs) > _MOST_ARROWS:

@@ -8,8 +8,8 @@ from functools import cached_property
 
 from epcomm.collectives.cost.choice import Candidate, Request, allowed, candidates
 from epcomm.errors import ConfigError
-from epcomm.simulation import Timeline
 from epcomm.simulation.bounds import allreduce_bound
+from epcomm.simulation.timeline import Timeline
 
 #: Larger plans are not made: their simulation takes minutes.
 MOST_SIMULATED = 32

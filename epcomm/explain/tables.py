@@ -37,11 +37,12 @@ def print_explanation(console: Console, explanation: Explanation) -> None:
 def _print_transition(console: Console, explanation: Explanation) -> None:
     request = explanation.request
     size, ranks = size_text(request.num_bytes), request.num_ranks
+    sent = 2 * (ranks - 1) / ranks * request.num_bytes / 1e6
     console.print("[bold]1. State transition[/]")
     console.print(
         f"   before: rank r has x_r, {size} of {request.dtype}, r = 0 .. {ranks - 1}\n"
         f"   after:  every rank has x_0 + ... + x_{ranks - 1}, the same bits\n"
-        f"   {2 * (ranks - 1) * request.num_bytes / ranks / 1e6:.3f} MB have to leave each rank on average, if ranks add",
+        f"   {sent:.3f} MB have to leave each rank on average, if ranks add",
         highlight=False,
     )
 
@@ -87,11 +88,12 @@ def _print_mapping(console: Console, explanation: Explanation) -> None:
         f"protocol {chosen.protocol}: {costs.efficiency:.0%} of a link's bytes are payload, "
         f"{costs.launch:g} µs before the first step"
     )
-    lines.append(f"{counted(chosen.channels, 'channel')} of {costs.channel:.1f} GB/s, in {counted(chosen.pieces, 'piece')}")
+    channels, pieces = counted(chosen.channels, "channel"), counted(chosen.pieces, "piece")
+    lines.append(f"{channels} of {costs.channel:.1f} GB/s, in {pieces}")
     timeline = explanation.timeline
     if timeline is not None:
-        plan = chosen.plan
-        lines.append(f"{plan.num_steps} steps, chunks of {size_text(explanation.request.num_bytes / plan.collective.num_chunks)}")
+        chunk = explanation.request.num_bytes / chosen.plan.collective.num_chunks
+        lines.append(f"{chosen.plan.num_steps} steps, chunks of {size_text(chunk)}")
     console.print("\n".join(f"   {line}" for line in lines), highlight=False, markup=False)
     if timeline is not None:
         table = _table("busiest links", "link", "busy")

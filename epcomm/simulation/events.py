@@ -13,9 +13,9 @@ import heapq
 
 import numpy as np
 
-from epcomm.collectives.plan import Plan
+from epcomm.collectives.plan import BUFFERS, Plan
 from epcomm.collectives.plan.graph import Graph
-from epcomm.collectives.plan.passes import RECEIVES, SENDS
+from epcomm.collectives.plan.passes import RECEIVES, REDUCES, SENDS
 from epcomm.collectives.plan.verify import execution_order
 from epcomm.errors import ConfigError
 from epcomm.simulation.costs import BYTES_PER_MICROSECOND, Costs
@@ -49,12 +49,11 @@ def simulate(
 
 def carries_sums(graph: Graph) -> np.ndarray:
     """Which steps send a partial sum, bool [num_steps]: what its receiver adds to, unless it is an input."""
+    receivers = np.flatnonzero(graph.match >= 0)
+    senders = graph.match[receivers]
+    is_input = (graph.src_buffer[senders] == BUFFERS.index("input")) & (graph.flags[senders] & RECEIVES == 0)
     is_sum = np.zeros(graph.num_steps, bool)
-    for receiver in np.flatnonzero(graph.match >= 0):
-        sender = int(graph.match[receiver])
-        step = graph.step(sender)
-        is_input = step.src is not None and step.src.buffer == "input" and not step.op.receives
-        is_sum[sender] = graph.step(int(receiver)).op.reduces and not is_input
+    is_sum[senders] = (graph.flags[receivers] & REDUCES > 0) & ~is_input
     return is_sum
 
 
@@ -146,8 +145,9 @@ class _Run:
         self.free[link] = begin + taken
         self.busy[link] += taken
         self.queued[number] += begin - now
-        end = max(begin + taken, left, begin + self.moving[number] if hop == 0 else 0.0)
+        end = max(begin + taken, left)
         if hop == 0:
+            end = max(end, begin + self.moving[number])
             self.queued_first[number] = begin - now
             self._push(end, _COMPLETE, number)
         if hop + 1 < len(self.hops[number]):

@@ -156,7 +156,8 @@ class Cluster:
     def link_name(self, link: int) -> str:
         number, direction = divmod(link, 2)
         of_rank = number < self.num_ranks
-        device = f"rank {number}" if of_rank else "node {}, NIC {}".format(*divmod(number - self.num_ranks, self.num_nics))
+        nic = "node {}, NIC {}".format(*divmod(number - self.num_ranks, self.num_nics))
+        device = f"rank {number}" if of_rank else nic
         return f"{device}, {'in' if direction else 'out'}"
 
     @property

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from epcomm.collectives.plan.passes import RECEIVES
 from epcomm.simulation.timeline import Timeline
 
 
@@ -32,9 +31,8 @@ def trace_document(timeline: Timeline) -> dict[str, Any]:
             "ts": begin, "dur": end - begin, **where,
             "args": {"does": str(step), "waited longest for": waited, "critical": number in critical},
         })  # fmt: skip
-        if timeline.graph.flags[number] & RECEIVES:
-            sender = int(timeline.graph.match[number])
-            events += _flow(timeline, sender, number)
+        if step.op.receives:
+            events += _flow(timeline, int(timeline.graph.match[number]), number)
     return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": {"plan": plan.name}}
 
 

@@ -1,7 +1,8 @@
 """Regular algorithms in rounds, for worlds of any size: max-plus arithmetic on whole arrays of ranks.
 
 A round is a set of messages that are sent at once, those of one rank one after the other. Messages share the links that
-they have in common evenly. A rank goes on to the next round when it has sent its own and has got those for it; ranks that nothing holds back run ahead.
+they have in common evenly. A rank goes on to the next round when it has sent its own and has got those for it; ranks
+that nothing holds back run ahead.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ _SAME = 1e-11
 class Round:
     """At least one message, from `src` to `dst`, ranks, int64 [messages] each; none from a rank to itself.
 
-    Each carries `share` of the collective's unit, in `parts` steps of its sender. `forwards`: the step that receives one
-    of them is the one that sends in the next round; else receiving is a step of its own. `is_sum`: they are partial
+    Each carries `share` of the collective's unit, in `parts` steps of its sender. `forwards`: the step that receives
+    one of them is the one that sends in the next round; else receiving is a step of its own. `is_sum`: they are partial
     sums. `repeat`: so many such rounds follow one another.
     """
 

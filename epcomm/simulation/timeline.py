@@ -5,12 +5,15 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from epcomm.collectives.plan.graph import Graph
 from epcomm.simulation.costs import Costs
 from epcomm.simulation.network import Network
+
+if TYPE_CHECKING:
+    from epcomm.collectives.plan.graph import Graph  # loads Numba
 
 
 class Cause(enum.Enum):
@@ -107,5 +110,6 @@ class Timeline:
 
     def busiest_links(self, most: int = 5) -> list[tuple[str, float]]:
         """Names and shares of the links that are busy longest."""
-        order = np.argsort(-self.link_use, kind="stable")[:most]
-        return [(self.network.link_name(int(link)), float(self.link_use[link])) for link in order if self.link_use[link]]
+        used = self.link_use
+        order = [int(link) for link in np.argsort(-used, kind="stable")[:most] if used[link]]
+        return [(self.network.link_name(link), float(used[link])) for link in order]

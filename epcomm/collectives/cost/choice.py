@@ -10,15 +10,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from typing import TYPE_CHECKING, Any
 
 from epcomm.collectives.algorithms import ALGORITHMS
 from epcomm.collectives.cost.machines import Machine
 from epcomm.collectives.cost.protocols import PROTOCOLS, costs_of
 from epcomm.collectives.cost.schedules import ALLREDUCE
 from epcomm.collectives.plan import Plan
-from epcomm.collectives.plan.verify import verify
 from epcomm.errors import ConfigError
-from epcomm.simulation import Costs, Schedule, Timeline, simulate
+from epcomm.simulation.costs import Costs
+from epcomm.simulation.rounds import Schedule
+
+if TYPE_CHECKING:
+    from epcomm.simulation.timeline import Timeline
 
 CHANNELS = (1, 2, 4, 8, 16)
 PIECES = (1, 2, 4, 8)
@@ -82,7 +86,7 @@ class Candidate:
         )
 
     @property
-    def _options(self) -> dict[str, object]:
+    def _options(self) -> dict[str, Any]:
         world = self.request.machine.world
         given = {"order": world.order, "ranks_per_node": world.ranks_per_node}
         return {name: value for name, value in given.items() if name in ALGORITHMS[self.algorithm].options}
@@ -90,6 +94,8 @@ class Candidate:
     @cached_property
     def roundings(self) -> int:
         """How often a result is rounded: as often as the algorithm's plan sums, or once if partial sums are wide."""
+        from epcomm.collectives.plan.verify import verify  # loads Numba, as the simulation does
+
         sums = verify(ALGORITHMS[self.algorithm].plan("allreduce", self.request.num_ranks, **self._options)).roundings
         return min(sums, 1) if self.wide_sums else sums
 
@@ -100,6 +106,8 @@ class Candidate:
 
     def simulated(self) -> Timeline:
         """The plan, event by event on the machine's links."""
+        from epcomm.simulation.events import simulate
+
         return simulate(
             self.plan, self.request.num_bytes, self.request.machine.routed, self.costs, wide_sums=self.wide_sums
         )

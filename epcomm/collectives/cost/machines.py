@@ -8,7 +8,7 @@ from pathlib import Path
 
 from epcomm.collectives.cost.schedules import World
 from epcomm.errors import ConfigError
-from epcomm.simulation import Cluster, Network, RoutedNetwork
+from epcomm.simulation.network import Cluster, Network, RoutedNetwork
 from epcomm.topology import PRESETS, Topology, from_nccl_xml, ring_order
 
 #: of links whose speed nobody gave: an NVLink 4 of an H100

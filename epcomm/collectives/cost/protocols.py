@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from epcomm.errors import ConfigError
 from epcomm.model.gpus import GPUS
-from epcomm.simulation import Costs
+from epcomm.simulation.costs import Costs
 
 #: algorithms whose steps are NCCL's tree's
 TREES = frozenset({"double_binary_tree"})
@@ -21,7 +21,7 @@ TREES = frozenset({"double_binary_tree"})
 
 @dataclass(frozen=True)
 class Protocol:
-    """`base`: µs before the first step, of (ring, tree). `latency`: µs of a step by the kind of link, of (ring, tree)."""
+    """`base`: µs before the first step. `latency`: µs of a step by the kind of link. Both of (ring, tree)."""
 
     name: str
     efficiency: float

@@ -15,10 +15,10 @@ from epcomm.collectives.algorithms.double_binary_tree import Tree, two_trees
 from epcomm.collectives.algorithms.pat import tree_edges
 from epcomm.collectives.algorithms.swing import swing_partner
 from epcomm.errors import ConfigError
-from epcomm.simulation import Round
+from epcomm.simulation.rounds import Round
 
-#: All pairs of more ranks are not priced: so many messages at once.
-MOST_MESSAGES = 300_000
+#: All pairs of more ranks than that are not priced: their messages are too many to look at.
+MOST_PAIRED = 300
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,9 @@ def _swing(world: World) -> list[Round]:
 
 def _all_pairs(groups: np.ndarray, share: float, is_sum: bool = False) -> list[Round]:
     """Everybody to everybody else of the group, groups [number, size]."""
-    number, size = groups.shape
-    if number * size * (size - 1) > MOST_MESSAGES:
-        raise ConfigError(f"all pairs of {size} ranks: {number * size * (size - 1)} messages at once, too many")
+    size = groups.shape[1]
+    if size > MOST_PAIRED:
+        raise ConfigError(f"all pairs are priced among up to {MOST_PAIRED} ranks, got {size}")
     if size == 1:
         return []
     shifted = [np.roll(groups, -distance, axis=1).ravel() for distance in range(1, size)]
@@ -147,7 +147,7 @@ def _levels(tree: Tree) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 def _double_binary_tree(world: World) -> list[Round]:
     levels = [list(_levels(tree)) for tree in two_trees(range(world.num_ranks))]
-    up = []
+    up: list[Round] = []
     for pairs in zip(*(reversed(each) for each in levels)):
         children, parents = (np.concatenate(ends) for ends in zip(*pairs))
         up.append(_exchange(children, parents, 0.5, forwards=True, is_sum=bool(up)))
@@ -156,7 +156,7 @@ def _double_binary_tree(world: World) -> list[Round]:
 
 def _pat(world: World) -> list[Round]:
     num_ranks = world.num_ranks
-    ranks, up = np.arange(num_ranks), []
+    ranks, up = np.arange(num_ranks), list[Round]()
     distances = [taker - giver for giver, taker in tree_edges(num_ranks)]
     for distance in dict.fromkeys(reversed(distances)):
         blocks = distances.count(distance)

@@ -1,6 +1,4 @@
-"""From operations to steps: who waits for whom through memory, what a step can do in one go, what need not be
-stored.
-"""
+"""From operations to steps: who waits for whom through memory, what one step can do, what need not be stored."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ class _Memory:
         self._collective, self._in_place = collective, in_place
         self._writer: dict[tuple, Node] = {}
         self._readers: dict[tuple, list[Node]] = defaultdict(list)
-        self._is_needed: dict[Node, bool] = defaultdict(bool)
+        self._was_read: set[Node] = set()
 
     def _keys(self, rank: int, location: Location, count: int) -> list[tuple]:
         buffer, first = location
@@ -57,7 +55,7 @@ class _Memory:
             writer = self._writer.get(key)
             if writer is not None and writer is not node:
                 node.after.add(writer)
-                self._is_needed[writer] = True
+                self._was_read.add(writer)
             self._readers[key].append(node)
 
     def write(self, node: Node, location: Location) -> None:
@@ -68,7 +66,7 @@ class _Memory:
 
     def needed(self) -> set[Node]:
         """Nodes that wrote something which is read, or is there at the end as a result."""
-        needed = {node for node, is_needed in self._is_needed.items() if is_needed}
+        needed = set(self._was_read)
         for rank in range(self._collective.num_ranks):
             count = self._collective.output_chunks(rank)
             needed |= {node for node in self.writers(rank, Location("output", 0), count) if node is not None}

@@ -48,9 +48,7 @@ class Instances:
         return Collective(given.kind, given.num_ranks, given.num_chunks * self.number, given.root)
 
     def operations(self, instance: int, operations: list[Operation]) -> Iterator[Operation]:
-        """The operations of one instance. What spans blocks is cut where they meet, unless there is one instance
-        only.
-        """
+        """The operations of one instance. What spans blocks is cut where they meet, if there are more instances."""
         for operation in operations:
             for first, count in self._runs(operation):
                 places = (operation.src, operation.dst, operation.local)
