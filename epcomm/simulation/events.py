@@ -42,7 +42,8 @@ def simulate(
     execution_order(graph)
     chunk_bytes = num_bytes / plan.collective.num_chunks
     widths = 1.0 + carries_sums(graph) if wide_sums else np.ones(graph.num_steps)
-    run = _Run(graph, graph.count * chunk_bytes * widths, network, costs or Costs())
+    num_bytes_moved = np.where(graph.flags > 0, graph.count, 0) * chunk_bytes * widths
+    run = _Run(graph, num_bytes_moved, network, costs or Costs())
     run.go()
     return run.timeline()
 
