@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -111,14 +112,16 @@ def test_a_channel_is_a_limit_of_its_own():
     plan = pairs_plan(1)
     slow = simulate(plan, 10**6, shared_wire(1), Costs(channel=RATE / 4))
     assert slow.makespan == pytest.approx(4 * beta(10**6) + ALPHA + 4 * beta(10**6))  # to send, then to receive
-    assert simulate(plan, 10**6, shared_wire(1), Costs(efficiency=0.5)).makespan == pytest.approx(2 * beta(10**6) + ALPHA)
+    flags = simulate(plan, 10**6, shared_wire(1), Costs(efficiency=0.5))
+    assert flags.makespan == pytest.approx(2 * beta(10**6) + ALPHA)
 
 
 @pytest.mark.parametrize("depth, late", [(1, 1), (2, 2), (8, None)])
 def test_a_full_fifo_holds_its_sender_back(depth, late):
     sends = tuple(Step(Op.SEND, src=Location("input", 0), send_to=1) for _ in range(3))
     receives = tuple(Step(Op.RECV, dst=Location("output", 0), receive_from=0) for _ in range(3))
-    plan = Plan("fifo", Collective("allgather", 2, 1), ((Program(0, sends),), (Program(0, receives),)), fifo_depth=depth)
+    programs = ((Program(0, sends),), (Program(0, receives),))
+    plan = Plan("fifo", Collective("allgather", 2, 1), programs, fifo_depth=depth)
     timeline = simulate(plan, 10**6, mesh(2), Costs(channel=RATE))
     # A message takes one unit to send and one to receive: one slot makes sender and receiver take turns, two make the
     # third message wait until the first is received.
@@ -167,12 +170,15 @@ def test_rounds_are_what_events_are(name, preset, num_ranks):
         assert schedule.times(num_bytes, costs).max() == pytest.approx(events.makespan, rel=1e-9)
 
 
-@pytest.mark.parametrize("num_ranks", [3, 6, 8])
-@pytest.mark.parametrize("name", [name for name in ALLREDUCE if name != "hierarchical"])
+@pytest.mark.parametrize(
+    "name, num_ranks",
+    [
+        (name, num_ranks) for name in ALLREDUCE for num_ranks in (3, 6, 8)
+        if name != "hierarchical" and (name, num_ranks) not in (("swing", 3), ("swing", 6))
+    ],
+)  # fmt: skip
 def test_rounds_are_close_to_events(name, num_ranks):
     # A program's steps overlap where rounds do not: its sums with its next sends, two trees with each other.
-    if name == "swing" and num_ranks & (num_ranks - 1):
-        pytest.skip("swing needs a power of two")
     schedule = Schedule(ALLREDUCE[name](World(num_ranks, num_ranks)), mesh(num_ranks))
     plan = ALGORITHMS[name].plan("allreduce", num_ranks)
     for num_bytes, channel in ((8, 5.0), (10**6, 5.0), (10**6, math.inf)):
@@ -209,8 +215,7 @@ def test_a_repeated_round_is_computed_until_its_period_is_seen():
     cluster = Cluster(48, 8, ("nvlink", 100.0, 1.0), ("network", 10.0, 6.0), 8)
     once = Round(ranks, np.roll(ranks, -1), 0.1, forwards=True)
     one_by_one = Schedule([once] * 700, cluster).times(10**6)
-    assert np.allclose(Schedule([Round(ranks, np.roll(ranks, -1), 0.1, forwards=True, repeat=700)], cluster).times(10**6),
-                       one_by_one, rtol=1e-9)  # fmt: skip
+    assert np.allclose(Schedule([replace(once, repeat=700)], cluster).times(10**6), one_by_one, rtol=1e-9)
     # a hop's mean latency around the ring, or what the slowest link takes: whichever is more
     per_round = max(7 / 8 * 2.0 + 1 / 8 * 16.0, 10.0)
     assert one_by_one.max() == pytest.approx(700 * per_round, rel=0.01)
@@ -292,8 +297,9 @@ def test_no_plan_beats_the_bound():
         for name in ("ring", "two_shot", "halving_doubling"):
             assert simulate(ALGORITHMS[name].plan("allreduce", 8), 10**8, net).makespan > bound
     two = RoutedNetwork(PRESETS["dgx_h100"](2))
-    singly = [[rank] for rank in range(16)]
-    assert allreduce_bound(two, 10**8, [singly, [range(8), range(8, 16)]]) == pytest.approx(10**8 / 400 / 1e3)
+    nodes = allreduce_bound(two, 10**8, [[range(8), range(8, 16)]])
+    assert nodes == pytest.approx(10**8 / 400 / 1e3)  # each takes in all that the other adds up, by eight NICs
+    assert allreduce_bound(two, 10**8, [[[rank] for rank in range(16)], [range(8), range(8, 16)]]) > nodes
 
 
 def test_what_cannot_be_simulated_is_refused():

@@ -19,7 +19,8 @@ def allreduce_bound(network: Network, num_bytes: float, groupings: Sequence[Sequ
 
     Of k groups of ranks, each element has to be brought together from k groups and handed out to k: 2 (k - 1) times it
     leaves a group (Patarasuk and Yuan, 2009). `groupings` are ways to divide all ranks: singly, by node. What a group
-    can send is the narrowest of the first, second... links of all ways that lead out of it.
+    can send is what the narrowest of these sets of links can carry: of all ways that lead out of it the first, second
+    ... links, or each one's narrowest.
     """
     bound = 0.0
     for groups in groupings:
@@ -36,6 +37,8 @@ def _outgoing(network: Network, group: Sequence[int]) -> float:
     if len(inside) * len(outside) > _MOST_PAIRS:
         raise ConfigError(f"bound: {len(inside)} ranks and {len(outside)} others have too many pairs to look at")
     paths = network.routes(np.repeat(inside, len(outside)), np.tile(outside, len(inside))).paths
-    last = np.where(paths != NO_LINK, np.arange(paths.shape[1]), -1).max(axis=1)
-    layers = (paths[np.arange(len(paths)), np.minimum(last, hop)] for hop in range(paths.shape[1]))
-    return min(float(network.bandwidth[np.unique(links)].sum()) for links in layers)
+    widths = np.where(paths != NO_LINK, network.bandwidth[paths], np.inf)
+    last = (paths != NO_LINK).sum(axis=1) - 1
+    cuts = [widths.argmin(axis=1), *(np.minimum(last, hop) for hop in range(paths.shape[1]))]
+    links = (np.unique(paths[np.arange(len(paths)), hops]) for hops in cuts)
+    return min(float(network.bandwidth[cut].sum()) for cut in links)

@@ -70,9 +70,9 @@ GENERATIONS = {
     "gb200_nvl72": _BLACKWELL,
 }  # fmt: skip
 
-#: Ranks that are CPU cores have one protocol, and these costs: fitted to measured allreduces of 2 ranks
-#: (benchmarks/results/cost_model.json).
-CPU_COSTS = Costs(launch=2.5, step=0.5, channel=12.0)
+#: Ranks that are CPU cores have one protocol, and these costs: benchmarks/cost_model.py fits them to measured
+#: allreduces of 2 ranks, each on a core of its own (benchmarks/results/cost_model.json).
+CPU_COSTS = Costs(launch=3.679, channel=15.785, latency={"cache": 0.0, "socket": 0.0})
 
 
 def costs_of(machine: str, protocol: str, algorithm: str, channels: int, num_nodes: int) -> Costs:

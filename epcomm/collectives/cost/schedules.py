@@ -92,7 +92,7 @@ def _recursive_doubling(world: World) -> list[Round]:
 def _swing(world: World) -> list[Round]:
     num_ranks = world.num_ranks
     if num_ranks & (num_ranks - 1):
-        raise ConfigError(f"swing: wanted a power of two of ranks, got {num_ranks}")
+        raise ConfigError(f"wanted a power of two of ranks, got {num_ranks}")
 
     def partner(step: int) -> np.ndarray:
         return np.array([swing_partner(rank, step, num_ranks) for rank in range(num_ranks)])
@@ -124,9 +124,9 @@ def _two_shot(world: World) -> list[Round]:
 def _hierarchical(world: World) -> list[Round]:
     num_ranks, ranks_per_node = world.num_ranks, world.ranks_per_node
     if num_ranks % ranks_per_node:
-        raise ConfigError(f"hierarchical: wanted nodes of {ranks_per_node} ranks, got {num_ranks} ranks")
+        raise ConfigError(f"wanted nodes of {ranks_per_node} ranks, got {num_ranks} ranks")
     if num_ranks == ranks_per_node:
-        raise ConfigError("hierarchical: in one node it is two_shot")
+        raise ConfigError("in one node it is two_shot")
     nodes = np.arange(num_ranks).reshape(-1, ranks_per_node)
     inside = _all_pairs(nodes, 1 / ranks_per_node)
     src, dst, turns = nodes.ravel(), np.roll(nodes, -1, axis=0).ravel(), len(nodes) - 1
