@@ -45,13 +45,26 @@ def _cuda_state() -> str:
     import torch
 
     if importlib.util.find_spec("triton") is None:
-        return "not available: pip install 'epcomm[gpu]' (Triton is missing)"
+        return "not taken by auto: pip install 'epcomm[gpu]' (Triton is missing)"
     from epcomm.kernels.gpu.cuda import require_cuda
 
     try:
-        return f"available on {torch.cuda.get_device_name(require_cuda(torch.device('cuda')))}; not run on a GPU yet"
+        name = torch.cuda.get_device_name(require_cuda(torch.device("cuda")))
+        return f"taken by auto among ranks of one host whose GPUs reach each other; {name}; not run on a GPU yet"
     except Exception as error:  # whatever keeps it from being used, it is what this line is to tell
-        return f"not available: {error}"
+        return f"not taken by auto: {error}"
+
+
+def _networks() -> list[tuple[str, str]]:
+    """What `init(transport="auto")` would make of each network of GPUs here. Takes a few seconds the first time."""
+    if importlib.util.find_spec("triton") is None:
+        return []
+    import torch
+
+    from epcomm.heap.transport import explained
+
+    device = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
+    return [(f"cuda target ({name})", state) for name, state in explained(device)]
 
 
 def _availability() -> list[tuple[str, str]]:
@@ -62,8 +75,9 @@ def _availability() -> list[tuple[str, str]]:
     bench = "available" if _has_benchmarks() else "not available: benchmarks/ comes with a checkout, not with a wheel"
     return [
         ("cpu target (shared memory)", "available" if sys.platform == "linux" else "not available: needs Linux"),
-        ("cuda target (peer memory)", _cuda_state()),
-        ("several hosts", "not available: the cpu target has no network"),
+        ("cpu target, several hosts (TCP)", "available" if sys.platform == "linux" else "not available: needs Linux"),
+        ("cuda target (peer_memory)", _cuda_state()),
+        *_networks(),
         ("gloo, for comparison", "available" if dist.is_gloo_available() else "not available in this torch"),
         ("MPI, for comparison", mpi),
         ("epcomm bench", bench),

@@ -10,7 +10,7 @@ import torch
 from epcomm.collectives.bind import Binder
 from epcomm.collectives.ops import Collectives
 from epcomm.collectives.point_to_point import PointToPoint
-from epcomm.errors import ConfigError
+from epcomm.errors import ConfigError, EpcommError
 from epcomm.hub import Hub
 from epcomm.kernels.protocol.collectives import collective_regions
 from epcomm.kernels.target import Target
@@ -26,18 +26,23 @@ class Communicator:
     """The ranks that talk to each other, from the view of one of them. Made by `init`; a context manager.
 
     Attributes: ``rank``, ``size``, ``nodes`` (of each rank: 0, 1, ... by first appearance; ranks of one node share
-    memory), ``device``, ``transport``, ``closed``. Every method but `check`, `abort` and those
-    for messages is collective: all ranks call the same operations in the same order. Tensors are on `device`; results
-    are new tensors unless `out` is given (``out is x`` works in place); with ``async_op=True`` they are a `Work`.
+    memory), ``device``, ``transport``, ``num_programs`` (threads, or multiprocessors of a GPU, per
+    operation), ``closed``. Every method but `check`, `abort`, `reject` and those for messages is collective: all ranks
+    call the same operations in the same order. Tensors are on `device`; results are new tensors unless `out` is given
+    (``out is x`` works in place); with ``async_op=True`` they are a `Work`.
     Instead of hanging, operations raise `MismatchError`, `PeerFailedError`, `PeerLostError` or `TimeoutError`; the
     communicator is then failed until `reset`. SIGINT ends a wait of the main thread.
     """
 
     def __init__(self, hub: Hub, target: Target, num_programs: int, timeout: float):
-        self.rank, self.size, self.nodes = hub.rank, hub.size, list(hub.nodes)
-        self.device, self.transport = target.device, target.transport
-        regions = collective_regions(self.size, num_programs, target.copy_engine_bytes, max(hub.nodes) + 1)
-        self._runtime = Runtime(target, hub, regions.size, num_programs, timeout)
+        def exchange(payload: bytes) -> list[bytes]:
+            return [message for message, _ in hub.allgather(payload, timeout=timeout, check=lambda: None)]
+
+        network = target.connect(hub.rank, hub.nodes, exchange)
+        self.rank, self.size, self.nodes = hub.rank, hub.size, list(hub.nodes if network is None else network.nodes)
+        self.device, self.transport, self.num_programs = target.device, target.transport, num_programs
+        regions = collective_regions(self.size, num_programs, target.copy_engine_bytes, max(self.nodes) + 1)
+        self._runtime = Runtime(target, hub, network, regions, num_programs, timeout)
         self._fifo = Fifo("epcomm-async", is_stream_ordered=self.device.type == "cuda")
         self._binder = Binder(self._runtime, regions, num_programs)
         self._collectives = Collectives(self._runtime, self._binder, self._fifo)
@@ -57,6 +62,10 @@ class Communicator:
         """Fails the communicator: peers raise `PeerFailedError` quoting `message`."""
         self._runtime.abort(f"{message} (rank {self.rank})")
 
+    def reject(self, error: EpcommError) -> EpcommError:
+        """For code built on a communicator: an argument error, to be raised by the caller, which peers learn of too."""
+        return self._runtime.reject(error)
+
     def reset(self, timeout: float | None = None) -> None:
         """Collective: makes a failed communicator usable again, once every rank has left its failed operation.
 
@@ -65,9 +74,15 @@ class Communicator:
         self._fifo.drain()
         self._point_to_point.drain()
         self._runtime.reset(timeout)
+        if max(self.nodes) > 0:  # its words arrive after all that was put before the failure
+            limit = self._runtime.timeout if timeout is None else timeout
+            self._runtime.run_within(limit, self._binder.barrier("reset()"))
 
     def close(self) -> None:
-        """Collective unless the communicator has failed: waits for all ranks, then frees everything. Idempotent."""
+        """Collective unless the communicator has failed: waits for all ranks, then frees everything. Idempotent.
+
+        Results on symmetric memory stay, except with the transports "nvshmem" and "gin": their memory ends here.
+        """
         self._close(lambda: self._runtime.run(self._binder.barrier("close()")))
 
     def _close(self, barrier: Callable[[], Any] | None) -> None:
@@ -92,6 +107,11 @@ class Communicator:
 
     def __repr__(self) -> str:
         return f"<Communicator rank {self.rank} of {self.size}, {self.transport}{', closed' if self.closed else ''}>"
+
+    @property
+    def waited(self) -> list[int]:
+        """Nanoseconds that operations here have waited for each rank so far, first polls left out. On CUDA zeros."""
+        return self._runtime.context.words[-self.size :].tolist()
 
     # ---- collectives
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from epcomm.collectives.language.operations import Operation
 from epcomm.collectives.plan import Collective, Location, Op
@@ -19,12 +19,22 @@ class Node:
     dst: Location | None
     count: int
     channel: int  # as the program says; the compiler may add to it
-    instance: int
     number: int  # nodes in the order made: each waits for earlier ones only
+    piece: int = 0
     after: set[Node] = field(default_factory=set)
     sends: Node | None = None
     receives: Node | None = None
     depth: int = 0  # of the longest chain of nodes that it waits for
+
+
+def copies(nodes: list[Node], piece: int) -> list[Node]:
+    """The same steps for a piece, joined as they are."""
+    copy_of = {node: replace(node, piece=piece) for node in nodes}
+    for copy in copy_of.values():
+        copy.after = {copy_of[node] for node in copy.after}
+        copy.sends = None if copy.sends is None else copy_of[copy.sends]
+        copy.receives = None if copy.receives is None else copy_of[copy.receives]
+    return list(copy_of.values())
 
 
 #: What a receiving step becomes when it also sends what it got.
@@ -80,17 +90,17 @@ class Lowering:
         self.nodes: list[Node] = []
         self._memories = [_Memory(collective, in_place) for in_place in placements]
 
-    def add(self, operation: Operation, instance: int) -> None:
+    def add(self, operation: Operation) -> None:
         src, dst = operation.src.location, operation.dst.location
         local = None if operation.local is None else operation.local.location
         is_remote = operation.src.rank != operation.dst.rank
-        sender = self._sender(operation, src, instance) if is_remote else None
+        sender = self._sender(operation, src) if is_remote else None
         if sender is None:
             op = Op.COPY if local is None else Op.REDUCE
-            self._access(self._node(operation.dst.rank, op, src, dst, operation, instance))
+            self._access(self._node(operation.dst.rank, op, src, dst, operation))
             return
         op = Op.RECV if local is None else Op.RECV_REDUCE_COPY
-        node = self._node(operation.dst.rank, op, local, dst, operation, instance)
+        node = self._node(operation.dst.rank, op, local, dst, operation)
         node.receives, sender.sends = sender, node
         self._access(node)
 
@@ -103,23 +113,21 @@ class Lowering:
             earlier = node.after | ({node.receives} if node.receives else set())
             node.depth = 1 + max((other.depth for other in earlier), default=-1)
 
-    def _sender(self, operation: Operation, src: Location, instance: int) -> Node:
+    def _sender(self, operation: Operation, src: Location) -> Node:
         """Who sends: the node that has just received exactly this, if there is one, else a new one."""
         rank, count, channel = operation.src.rank, operation.count, operation.channel
         writers = set().union(*(memory.writers(rank, src, count) for memory in self._memories))
         node = writers.pop() if len(writers) == 1 else None
         if node is not None and node.op in _AND_SEND:
-            if (node.dst, node.count, node.channel, node.instance) == (src, count, channel, instance):
+            if (node.dst, node.count, node.channel) == (src, count, channel):
                 node.op = _AND_SEND[node.op]
                 return node
-        node = self._node(rank, Op.SEND, src, None, operation, instance)
+        node = self._node(rank, Op.SEND, src, None, operation)
         self._access(node)
         return node
 
-    def _node(
-        self, rank: int, op: Op, src: Location | None, dst: Location | None, operation: Operation, instance: int
-    ) -> Node:
-        node = Node(rank, op, src, dst, operation.count, operation.channel, instance, len(self.nodes))
+    def _node(self, rank: int, op: Op, src: Location | None, dst: Location | None, operation: Operation) -> Node:
+        node = Node(rank, op, src, dst, operation.count, operation.channel, len(self.nodes))
         self.nodes.append(node)
         return node
 

@@ -16,6 +16,7 @@ ROUTE_COUNTS = 9
 DISPATCH_GRANT, DISPATCH_ROWS, DISPATCH_READ = 10, 11, 12
 COMBINE_READ, COMBINE_READY, COMBINE_WEIGHTED = 13, 14, 15
 EXCHANGE_FORWARDED, RAILS_PARTIAL = 16, 17
+RAILS_REDUCED, BROADCAST_ARRIVED, BROADCAST_ENTERED = 18, 19, 20
 
 _TEXTS = {
     OUTBOX_SITE: "to take what was sent to it before (WAR)",
@@ -27,6 +28,9 @@ _TEXTS = {
     EXCHANGE_TAKEN: "to take the chunk whose slot is needed (WAR)",
     EXCHANGE_FORWARDED: "to stage a chunk that another rank passes on (RAW)",
     RAILS_PARTIAL: "to reduce its host's part of a chunk (RAW)",
+    RAILS_REDUCED: "to reduce its share of all hosts' parts of a chunk (RAW)",
+    BROADCAST_ARRIVED: "to receive the chunk that it passes on (WAR)",
+    BROADCAST_ENTERED: "to enter the broadcast (RAW)",
     MESSAGE_SENT: "to send (RAW)",
     MESSAGE_TAKEN: "to receive what was sent before (WAR)",
     ROUTE_COUNTS: "to send its token counts (RAW)",
