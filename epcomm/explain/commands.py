@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from epcomm.collectives.cost.choice import DTYPES, Request
-from epcomm.collectives.cost.machines import find_machine
+from epcomm.collectives.cost.machines import MOST_BUILT, find_machine
 from epcomm.collectives.cost.protocols import PROTOCOLS
 from epcomm.collectives.cost.schedules import ALLREDUCE
 from epcomm.errors import EpcommError
@@ -70,7 +70,9 @@ def _write(explanation: Explanation, trace: Path | None, draw: Path | None, draw
             console.print(f"{trace}: open it in https://ui.perfetto.dev")
         if draw is not None:
             draw_schedule(timeline, draw)
-    if draw_ring is not None:
+    if draw_ring is not None and not machine.is_whole:
+        console.print(f"no ring: more than {MOST_BUILT} ranks are not drawn")
+    elif draw_ring is not None:
         draw_placement(machine.topology, list(machine.world.order or range(machine.num_ranks)), draw_ring)
     for path in (draw, draw_ring):
         if path is not None and path.exists():

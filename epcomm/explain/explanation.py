@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from epcomm.collectives.cost.choice import Candidate, Request, allowed, candidates
-from epcomm.errors import ConfigError
 from epcomm.simulation.bounds import allreduce_bound
 from epcomm.simulation.timeline import Timeline
 
 #: Larger plans are not made: their simulation takes minutes.
 MOST_SIMULATED = 32
+_MOST_BOUNDED = 1024
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,13 @@ class Explanation:
         return self.chosen.microseconds if self.timeline is None else self.timeline.makespan
 
     @cached_property
-    def bound(self) -> float:
-        """µs below which no allreduce on this machine is."""
+    def bound(self) -> float | None:
+        """µs below which no allreduce on this machine is; None where there are too many ranks to look at all pairs."""
+        if self.request.num_ranks > _MOST_BOUNDED:
+            return None
         machine = self.request.machine
         singly = [[rank] for rank in range(self.request.num_ranks)]
-        return allreduce_bound(machine.pricing_network, self.request.num_bytes, (singly, machine.topology.nodes))
+        return allreduce_bound(machine.pricing_network, self.request.num_bytes, (singly, machine.nodes))
 
     @cached_property
     def shares(self) -> dict[str, float]:
@@ -50,10 +52,7 @@ class Explanation:
 
 def explain(request: Request, algorithm: str = "auto", protocol: str = "auto") -> Explanation:
     """ConfigError if the algorithm or protocol isn't known, or can't do the request."""
-    found = candidates(request, protocols=None if protocol == "auto" else (protocol,))
-    if algorithm == "auto":
-        return Explanation(request, found, next(allowed(request, found)))
-    asked = candidates(request, algorithms=(algorithm,), protocols=None if protocol == "auto" else (protocol,))
-    if not asked:
-        raise ConfigError(f"argument `algorithm`: {algorithm} can't do this")
-    return Explanation(request, found, asked[0])
+    protocols = None if protocol == "auto" else (protocol,)
+    found = candidates(request, protocols=protocols)
+    asked = found if algorithm == "auto" else candidates(request, algorithms=(algorithm,), protocols=protocols)
+    return Explanation(request, found, next(allowed(request, asked)))

@@ -11,7 +11,6 @@ from epcomm.collectives.cost.choice import Candidate
 from epcomm.explain.explanation import MOST_SIMULATED, Explanation
 from epcomm.rich_tables import aligned_table, counted, size_text
 
-_MOST_CANDIDATES = 12
 #: what an algorithm does, in a line
 _IDEAS = {
     "ring": "every chunk goes around a ring of ranks twice, once to be summed, once to be copied",
@@ -52,9 +51,7 @@ def _print_algorithm(console: Console, explanation: Explanation) -> None:
     console.print(f"\n[bold]2. Algorithm: {chosen.algorithm}[/], {_IDEAS[chosen.algorithm]}", highlight=False)
     table = _table("price, µs", "", "algorithm", "protocol", "channels", "pieces", "µs", "against best", "rounds")
     best = explanation.candidates[0].microseconds
-    shown = list(explanation.candidates[:_MOST_CANDIDATES])
-    shown += [] if chosen in shown else [chosen]
-    for each in shown:
+    for each in _shown(explanation):
         table.add_row(
             "->" if each == chosen else "", each.algorithm, each.protocol, str(each.channels), str(each.pieces),
             f"{each.microseconds:.1f}", f"{each.microseconds / best:.2f}x", _roundings(each),
@@ -62,10 +59,18 @@ def _print_algorithm(console: Console, explanation: Explanation) -> None:
     console.print(table)
     if request.is_half and request.num_ranks > 2:
         console.print(
-            f"   {request.dtype}: partial sums are float32, also on their way, so that each result rounds once; prices "
-            "include their bytes.",
+            f"   {request.dtype}: auto takes only what rounds once; there partial sums are float32, also on their way, "
+            "and prices include their bytes.",
             highlight=False,
         )
+
+
+def _shown(explanation: Explanation) -> list[Candidate]:
+    """Each algorithm's best candidate, by how wide its partial sums are, and the chosen one, in the order of prices."""
+    best: dict[tuple[str, bool], Candidate] = {}
+    for each in explanation.candidates:
+        best.setdefault((each.algorithm, each.wide_sums), each)
+    return sorted({*best.values(), explanation.chosen}, key=lambda each: each.microseconds)
 
 
 def _roundings(candidate: Candidate) -> str:
@@ -78,8 +83,8 @@ def _roundings(candidate: Candidate) -> str:
 def _print_mapping(console: Console, explanation: Explanation) -> None:
     chosen, machine = explanation.chosen, explanation.request.machine
     world, costs = machine.world, chosen.costs
-    console.print(f"\n[bold]3. Mapping[/] onto {escape(machine.topology.name)}", highlight=False)
-    lines = [f"{machine.num_ranks} ranks in {counted(machine.num_nodes, 'node')}"]
+    console.print(f"\n[bold]3. Mapping[/] onto {escape(machine.name)}", highlight=False)
+    lines = [f"{machine.num_ranks} ranks in {counted(len(machine.nodes), 'node')}"]
     if "order" in ALGORITHMS[chosen.algorithm].options:
         order = world.order or range(machine.num_ranks)
         shown = " ".join(map(str, list(order)[:32])) + (" ..." if machine.num_ranks > 32 else "")
@@ -109,7 +114,7 @@ def _print_fit(console: Console, explanation: Explanation) -> None:
         lines.append(f"simulated: {explanation.microseconds:.1f} µs; price: {explanation.chosen.microseconds:.1f} µs")
         parts = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
         lines.append(f"critical path: {parts}")
-    if explanation.bound:
+    if explanation.bound:  # one rank's is 0
         ratio = explanation.microseconds / explanation.bound
         lines.append(f"cut bound: {explanation.bound:.1f} µs, no matter the algorithm; this is {ratio:.2f} times that")
     lines += _advice(explanation)
@@ -120,6 +125,8 @@ def _advice(explanation: Explanation) -> list[str]:
     """Whether an allreduce is the right thing to ask for, by where the time goes."""
     if explanation.request.num_ranks == 1:
         return ["One rank: there is nothing to communicate."]
+    if explanation.bound is None:
+        return []
     moving = explanation.bound / explanation.microseconds
     if moving < 0.25:
         return [

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 CHANNELS = (1, 2, 4, 8, 16)
 PIECES = (1, 2, 4, 8)
+#: Of more ranks only the fewest and the most of both are priced.
+_MANY_RANKS = 512
 #: What is no slower than that is as fast, and the fewest channels win: what NCCL's model of its symmetric kernels does.
 _ABOUT = 1.025
 #: bytes of an element
@@ -77,7 +79,7 @@ class Candidate:
     @property
     def costs(self) -> Costs:
         machine = self.request.machine
-        return costs_of(machine.kind, self.protocol, self.algorithm, self.channels, machine.num_nodes)
+        return costs_of(machine.kind, self.protocol, self.algorithm, self.channels, len(machine.nodes))
 
     @cached_property
     def plan(self) -> Plan:
@@ -116,7 +118,8 @@ class Candidate:
 def candidates(
     request: Request, *, algorithms: Sequence[str] = tuple(ALLREDUCE), protocols: Sequence[str] | None = None
 ) -> list[Candidate]:
-    """The best candidate of each algorithm and protocol, cheapest first.
+    """The best candidate of each algorithm and protocol, cheapest first; of 16-bit sums with partial sums of either
+    width.
 
     Algorithms that can't serve so many ranks are left out; ConfigError if none can, or for names that aren't known.
     """
@@ -131,8 +134,8 @@ def candidates(
         except ConfigError as error:  # so many ranks are not what it is for, or no links join those that talk
             problems.append(f"{name}: {error}")
             continue
-        for protocol in protocols or _protocols(request):
-            found.append(_simplest(list(_priced(request, name, protocol, schedule))))
+        for protocol, wide in product(protocols or _protocols(request), _widths(request)):
+            found.append(_simplest(list(_priced(request, name, protocol, wide, schedule))))
     if not found:
         raise ConfigError(f"argument `algorithm`: {'; '.join(problems)}")
     return sorted(found, key=lambda each: each.microseconds)
@@ -140,7 +143,7 @@ def candidates(
 
 def choose(request: Request, **limits: Sequence[str]) -> Candidate:
     """What `auto` means: the cheapest candidate, for 16-bit sums of those that round once."""
-    return next(iter(allowed(request, candidates(request, **limits))))
+    return next(allowed(request, candidates(request, **limits)))
 
 
 def allowed(request: Request, found: Iterable[Candidate]) -> Iterator[Candidate]:
@@ -152,6 +155,11 @@ def _protocols(request: Request) -> Sequence[str]:
     return ("simple",) if request.machine.kind == "two_socket_host" else tuple(PROTOCOLS)
 
 
+def _widths(request: Request) -> Sequence[bool]:
+    """Whether to widen partial sums: two ranks have none."""
+    return (False, True) if request.is_half and request.num_ranks > 2 else (False,)
+
+
 def _simplest(options: list[Candidate]) -> Candidate:
     """The one with the fewest channels and pieces of those that are about as fast as the fastest."""
     enough = _ABOUT * min(each.microseconds for each in options)
@@ -159,12 +167,14 @@ def _simplest(options: list[Candidate]) -> Candidate:
     return min(rated, key=lambda rating: rating[:2])[-1]
 
 
-def _priced(request: Request, algorithm: str, protocol: str, schedule: Schedule) -> Iterator[Candidate]:
+def _priced(request: Request, algorithm: str, protocol: str, wide: bool, schedule: Schedule) -> Iterator[Candidate]:
     """A candidate for each number of channels and pieces; on CPUs one channel, which is a rank's thread."""
     machine = request.machine
-    most = 1 if machine.kind == "two_socket_host" else max(CHANNELS)
-    wide = request.is_half and request.num_ranks > 2
-    for channels, pieces in product((number for number in CHANNELS if number <= most), PIECES):
-        costs = costs_of(machine.kind, protocol, algorithm, channels, machine.num_nodes)
+    channel_counts = (1,) if machine.kind == "two_socket_host" else CHANNELS
+    options = product(channel_counts, PIECES)
+    if request.num_ranks > _MANY_RANKS:
+        options = product({channel_counts[0], channel_counts[-1]}, {PIECES[0], PIECES[-1]})
+    for channels, pieces in options:
+        costs = costs_of(machine.kind, protocol, algorithm, channels, len(machine.nodes))
         times = schedule.times(request.num_bytes, costs, channels=channels, pieces=pieces, wide_sums=wide)
         yield Candidate(request, algorithm, protocol, channels, pieces, wide, float(times.max()))

@@ -77,10 +77,11 @@ CPU_COSTS = Costs(launch=3.679, channel=15.785, latency={"cache": 0.0, "socket":
 
 def costs_of(machine: str, protocol: str, algorithm: str, channels: int, num_nodes: int) -> Costs:
     """The costs of a plan of this algorithm on a machine of this name; ConfigError if there is no such protocol."""
+    known = ("simple",) if machine == "two_socket_host" else tuple(PROTOCOLS)
+    if protocol not in known:
+        raise ConfigError(f"argument `protocol`: on {machine} wanted one of {', '.join(known)}, got {protocol!r}")
     if machine == "two_socket_host":
         return CPU_COSTS
-    if protocol not in PROTOCOLS:
-        raise ConfigError(f"argument `protocol`: wanted one of {', '.join(PROTOCOLS)}, got {protocol!r}")
     found, column = PROTOCOLS[protocol], int(algorithm in TREES)
     return Costs(
         launch=found.base[column],
