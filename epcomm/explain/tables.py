@@ -114,6 +114,8 @@ def _print_fit(console: Console, explanation: Explanation) -> None:
         lines.append(f"simulated: {explanation.microseconds:.1f} µs; price: {explanation.chosen.microseconds:.1f} µs")
         parts = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
         lines.append(f"critical path: {parts}")
+    else:
+        lines.append(f"price: {explanation.microseconds:.1f} µs; more than {MOST_SIMULATED} ranks are not simulated")
     if explanation.bound:  # one rank's is 0
         ratio = explanation.microseconds / explanation.bound
         lines.append(f"cut bound: {explanation.bound:.1f} µs, no matter the algorithm; this is {ratio:.2f} times that")
