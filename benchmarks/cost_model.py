@@ -1,9 +1,10 @@
 """How good prices and simulations are: `python benchmarks/cost_model.py [--json FILE]`. It measures nothing itself.
 
-Three comparisons, all in µs:
+Four comparisons, all in µs:
 
 * `schedules`: allgathers of TE-CCL's solver, replayed event by event, beside the finish times it published;
 * `published`: allreduces of 8 ranks on H100s, priced, beside what others measured or what NCCL's model says;
+* `choices`: what `auto` picks by price, simulated, beside the best of all algorithms' candidates by simulation;
 * `fits`: constants of ranks that are processes on CPUs, fitted by least squares of relative errors to the medians of
   benchmarks/results/allreduce.json, and what they predict for runs that they were not fitted to.
 """
@@ -26,7 +27,7 @@ if __package__ in (None, ""):
 from benchmarks import results
 from benchmarks.published_schedules import SCHEDULES, read_schedule
 from epcomm.collectives.algorithms import ALGORITHMS
-from epcomm.collectives.cost.choice import Request, candidates
+from epcomm.collectives.cost.choice import Candidate, Request, candidates
 from epcomm.collectives.cost.machines import find_machine
 from epcomm.kernels.protocol.collectives import ONE_SHOT_BYTES
 from epcomm.model.published import ALLREDUCE as PUBLISHED
@@ -71,6 +72,18 @@ def compare_published() -> Iterator[dict]:
         price = candidates(request, algorithms=("ring",), protocols=(protocol,))[0].microseconds
         model = nccl_ring(protocol, num_bytes)
         yield _compared(f"ring, {protocol}: NCCL's model", "NCCL src/graph/tuning.cc", num_bytes, model, price)
+
+
+def compare_choices() -> Iterator[dict]:
+    """The chosen candidate beside the best, of one of each algorithm, all simulated."""
+    for name, num_bytes in itertools.product(("dgx_h100", "dgx1_v100"), (1 << 10, 1 << 16, 1 << 20, 1 << 24)):
+        found: dict[str, Candidate] = {}
+        for each in candidates(Request(num_bytes, find_machine(name, 8))):
+            found.setdefault(each.algorithm, each)
+        times = {algorithm: each.simulated().makespan for algorithm, each in found.items()}
+        chosen, best = next(iter(found)), min(times, key=lambda algorithm: times[algorithm])
+        row = _compared(f"{name}: {chosen} chosen", "simulated", num_bytes, times[best], times[chosen])
+        yield row | {"best": best}
 
 
 # base and step latency, µs; bus bandwidth, GB/s, of 16 channels on 8 H100s whose links carry 450
@@ -169,10 +182,11 @@ def main(json: Path | None = typer.Option(None, help="file to write")) -> None:
     """Compares prices and simulations with what others published and with our own measurements."""
     document = results.new_document("cost_model", {})
     document |= {
-        "schedules": list(compare_schedules()), "published": list(compare_published()), "fits": list(compare_fits()),
+        "schedules": list(compare_schedules()), "published": list(compare_published()),
+        "choices": list(compare_choices()), "fits": list(compare_fits()),
     }  # fmt: skip
     console = Console()
-    for title, key in (("replayed", "schedules"), ("priced", "published")):
+    for title, key in (("replayed", "schedules"), ("priced", "published"), ("chosen, against the best", "choices")):
         table = aligned_table(title, "name", "size", "reference, µs", "ours, µs", "ratio", text=("name",))
         for row in document[key]:
             numbers = (f"{row[name]:.1f}" for name in ("reference_us", "ours_us"))
