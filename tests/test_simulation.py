@@ -210,6 +210,21 @@ def test_a_cluster_is_its_topology_by_arithmetic(name):
         assert np.allclose(*found)
 
 
+@pytest.mark.parametrize(
+    "dst, shared",
+    [([16, 17], 2), ([16, 24], 1), ([1, 9], 1)],  # into one node, into two, and nowhere
+)
+def test_ranks_share_the_nics_of_their_node(dst, shared):
+    cluster = Cluster(32, 8, ("nvlink", 1000 * RATE, 0.0), ("network", RATE, ALPHA), num_nics=1)
+    taken = Schedule([Round(np.array([0, 8]), np.array(dst), 1.0)], cluster).times(10**6).max()
+    is_far = dst != [1, 9]
+    assert taken == pytest.approx(shared * beta(10**6) * (1 if is_far else 1e-3) + ALPHA * is_far)
+    out = Schedule([Round(np.array([0, 1]), np.array([8, 16]), 1.0)], cluster).times(10**6).max()
+    assert out == pytest.approx(2 * beta(10**6) + ALPHA)
+    by_own_nics = Cluster(32, 8, cluster.inside, cluster.between, num_nics=8)
+    assert Schedule([Round(np.array([0, 1]), np.array([8, 16]), 1.0)], by_own_nics).times(10**6).max() < out
+
+
 def test_a_repeated_round_is_computed_until_its_period_is_seen():
     ranks = np.arange(48)
     cluster = Cluster(48, 8, ("nvlink", 100.0, 1.0), ("network", 10.0, 6.0), 8)

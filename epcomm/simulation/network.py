@@ -10,7 +10,7 @@ import numpy as np
 
 from epcomm.errors import ConfigError
 from epcomm.simulation.costs import Costs
-from epcomm.topology import Topology
+from epcomm.topology import Link, Topology
 
 #: In `Network.paths`: fewer links than the longest way has.
 NO_LINK = -1
@@ -50,22 +50,22 @@ class Network(Protocol):
 
 
 class RoutedNetwork:
-    """The links of a topology, one for each direction; messages take `Topology.route`. All equal links between two
-    devices are one.
+    """The links of a topology, one for each direction; messages take `Topology.route`. The equal links of a `Link` are
+    one.
     """
 
     def __init__(self, topology: Topology):
         if topology.unit != "GB/s":
             raise ConfigError(f"topology {topology.name}: bandwidths are {topology.unit}; times need GB/s")
         self.topology, self.num_ranks = topology, topology.num_ranks
-        total: dict[tuple[str, str], float] = {}
-        self._kinds: dict[tuple[str, str], str] = {}
+        widest: dict[tuple[str, str], Link] = {}  # of several links between two devices, the one that routes take
         for link in topology.links:
             for ends in ((link.a, link.b), (link.b, link.a)):
-                total[ends] = max(total.get(ends, 0.0), link.total)  # a route is as wide as one of them
-                self._kinds[ends] = link.kind
-        self.ends = list(total)
-        self.bandwidth = np.array(list(total.values()))
+                if ends not in widest or link.total > widest[ends].total:
+                    widest[ends] = link
+        self._kinds = {ends: link.kind for ends, link in widest.items()}
+        self.ends = list(widest)
+        self.bandwidth = np.array([link.total for link in widest.values()])
         self._number = {ends: number for number, ends in enumerate(self.ends)}
         self._found: dict[tuple[int, int], tuple[tuple[int, ...], float, frozenset[str]]] = {}
 

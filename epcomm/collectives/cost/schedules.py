@@ -33,17 +33,13 @@ class World:
 _Schedule = Callable[[World], list[Round]]
 
 
-def _exchange(ranks: np.ndarray, partners: np.ndarray, share: float, **more) -> Round:
-    return Round(np.asarray(ranks), np.asarray(partners), share, **more)
-
-
 def _ring(world: World) -> list[Round]:
     """Once around to sum, once to copy."""
     num_ranks = world.num_ranks
     src = np.arange(num_ranks) if world.order is None else np.array(world.order)
     turns = ((False, 1), (True, num_ranks - 2), (False, num_ranks - 1))  # what is sent first is an input
     return [
-        _exchange(src, np.roll(src, -1), 1 / num_ranks, forwards=True, is_sum=is_sum, repeat=repeat)
+        Round(src, np.roll(src, -1), 1 / num_ranks, forwards=True, is_sum=is_sum, repeat=repeat)
         for is_sum, repeat in turns if repeat > 0 and num_ranks > 1
     ]  # fmt: skip
 
@@ -53,12 +49,10 @@ def _reversed(rounds: list[Round]) -> list[Round]:
     return [Round(each.dst, each.src, each.share, each.parts, each.forwards) for each in reversed(rounds)]
 
 
-def _butterfly(ranks: np.ndarray, partner: Callable[[int], np.ndarray], unit: float) -> list[Round]:
+def _butterfly(ranks: np.ndarray, partner: Callable[[int], np.ndarray]) -> list[Round]:
     """The reduce_scatter of a butterfly among a power of two of ranks; `partner(step)` are positions."""
     steps = len(ranks).bit_length() - 1
-    return [
-        _exchange(ranks, ranks[partner(step)], unit / 2 ** (step + 1), is_sum=step > 0) for step in range(steps)
-    ]
+    return [Round(ranks, ranks[partner(step)], 0.5 ** (step + 1), is_sum=step > 0) for step in range(steps)]
 
 
 def _halving(size: int) -> Callable[[int], np.ndarray]:
@@ -68,13 +62,13 @@ def _halving(size: int) -> Callable[[int], np.ndarray]:
 def _fold(folded: Folded) -> list[Round]:
     """The inputs of those left over, to those who act for them."""
     acting, others = (np.array(list(each), np.int64) for each in (folded.partner.keys(), folded.partner.values()))
-    return [_exchange(others, acting, 1.0)] if len(others) else []
+    return [Round(others, acting, 1.0)] if len(others) else []
 
 
 def _halving_doubling(world: World) -> list[Round]:
     folded = Folded(world.num_ranks)
     ranks, fold = np.array(folded.ranks), _fold(folded)
-    half = _butterfly(ranks, _halving(len(ranks)), 1.0)
+    half = _butterfly(ranks, _halving(len(ranks)))
     return fold + half + _reversed(half) + _reversed(fold)
 
 
@@ -83,7 +77,7 @@ def _recursive_doubling(world: World) -> list[Round]:
     ranks, fold = np.array(folded.ranks), _fold(folded)
     positions, steps = np.arange(len(ranks)), len(ranks).bit_length() - 1
     exchanges = [
-        _exchange(ranks, ranks[positions ^ 1 << step], 1.0, forwards=True, is_sum=step > 0 or bool(fold))
+        Round(ranks, ranks[positions ^ 1 << step], 1.0, forwards=True, is_sum=step > 0 or bool(fold))
         for step in range(steps)
     ]
     return fold + exchanges + _reversed(fold)
@@ -97,11 +91,11 @@ def _swing(world: World) -> list[Round]:
     def partner(step: int) -> np.ndarray:
         return np.array([swing_partner(rank, step, num_ranks) for rank in range(num_ranks)])
 
-    half = _butterfly(np.arange(num_ranks), partner, 1.0)
+    half = _butterfly(np.arange(num_ranks), partner)
     return half + _reversed(half)
 
 
-def _all_pairs(groups: np.ndarray, share: float, is_sum: bool = False) -> list[Round]:
+def _all_pairs(groups: np.ndarray, share: float) -> list[Round]:
     """Everybody to everybody else of the group, groups [number, size]."""
     size = groups.shape[1]
     if size > MOST_PAIRED:
@@ -110,7 +104,7 @@ def _all_pairs(groups: np.ndarray, share: float, is_sum: bool = False) -> list[R
         return []
     shifted = [np.roll(groups, -distance, axis=1).ravel() for distance in range(1, size)]
     src = np.tile(groups.ravel(), size - 1)
-    return [Round(src, np.concatenate(shifted), share, is_sum=is_sum)]
+    return [Round(src, np.concatenate(shifted), share)]
 
 
 def _one_shot(world: World) -> list[Round]:
@@ -130,7 +124,7 @@ def _hierarchical(world: World) -> list[Round]:
     nodes = np.arange(num_ranks).reshape(-1, ranks_per_node)
     inside = _all_pairs(nodes, 1 / ranks_per_node)
     src, dst, turns = nodes.ravel(), np.roll(nodes, -1, axis=0).ravel(), len(nodes) - 1
-    rails = [_exchange(src, dst, 1 / num_ranks, forwards=True, is_sum=is_sum, repeat=turns) for is_sum in (True, False)]
+    rails = [Round(src, dst, 1 / num_ranks, forwards=True, is_sum=is_sum, repeat=turns) for is_sum in (True, False)]
     return inside + rails + inside
 
 
@@ -150,7 +144,7 @@ def _double_binary_tree(world: World) -> list[Round]:
     up: list[Round] = []
     for pairs in zip(*(reversed(each) for each in levels)):
         children, parents = (np.concatenate(ends) for ends in zip(*pairs))
-        up.append(_exchange(children, parents, 0.5, forwards=True, is_sum=bool(up)))
+        up.append(Round(children, parents, 0.5, forwards=True, is_sum=bool(up)))
     return up + _reversed(up)
 
 
@@ -161,7 +155,7 @@ def _pat(world: World) -> list[Round]:
     for distance in dict.fromkeys(reversed(distances)):
         blocks = distances.count(distance)
         share = blocks / num_ranks
-        up.append(_exchange(ranks, (ranks - distance) % num_ranks, share, parts=blocks, is_sum=bool(up)))
+        up.append(Round(ranks, (ranks - distance) % num_ranks, share, parts=blocks, is_sum=bool(up)))
     return up + _reversed(up)
 
 
