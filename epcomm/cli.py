@@ -1,4 +1,4 @@
-"""The `epcomm` command: `info`, `demo`, `model`, `plan`, `aot`, and in a checkout `bench`."""
+"""The `epcomm` command: `info`, `demo`, `explain`, `plan`, `model`, `aot`, and in a checkout `bench`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from epcomm.aot import main as aot_command
+from epcomm.explain.commands import app as explain_commands
 from epcomm.model.commands import app as model_commands
 from epcomm.plan_commands import app as plan_commands
 
@@ -25,6 +26,7 @@ app = typer.Typer(
     help="Expert parallelism and collectives between the ranks of an ML job. In a checkout: `epcomm bench`.",
     no_args_is_help=True,
 )
+app.add_typer(explain_commands, name="explain")
 app.add_typer(model_commands, name="model")
 app.add_typer(plan_commands, name="plan")
 app.command("aot")(aot_command)

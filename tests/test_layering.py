@@ -17,13 +17,14 @@ LAYERS = [
     ["kernels.protocol"],
     ["kernels", "kernels.cpu", "kernels.gpu"],
     ["runtime", "rendezvous", "bootstrap", "hub", "wide_hub", "tcp", "links", "monitor", "abort", "liveness",
-     "failures", "operation", "work", "proxy", "topology"],
+     "failures", "operation", "work", "proxy", "topology", "model.gpus"],
     ["collectives.plan"],
-    ["collectives.language"],
+    ["collectives.language", "simulation"],
     ["collectives.algorithms"],
+    ["collectives.cost"],
     ["moe", "collectives"],
     ["communicator", "initialize"],
-    ["launcher", "demo", "cli", "plan_commands", "aot", "model", "testing", "__init__"],
+    ["launcher", "demo", "cli", "plan_commands", "aot", "model", "explain", "rich_tables", "testing", "__init__"],
     ["integrations"],
 ]
 # Neighbours in one layer may import each other, except for these.

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -15,6 +14,7 @@ from epcomm.model.allreduce import AllreducePrediction
 from epcomm.model.expert_parallel import Exchange, Prediction
 from epcomm.model.gpus import Gpu
 from epcomm.model.published import AllreduceFigure, ExpertParallelFigure
+from epcomm.rich_tables import aligned_table, counted, size_text
 
 DISCLAIMER = (
     "floor: data sheets and formulas, nothing measured; all streams overlap, all ranks start at once. "
@@ -33,7 +33,7 @@ def print_expert_parallel(console: Console, exchange: Exchange, predictions: lis
     gpu, routing = exchange.gpu, exchange.routing
     groups = f" in {routing.topk_groups} of {routing.groups} groups" if routing.groups > 1 else ""
     console.print(
-        f"[bold]{gpu.name}[/]: {exchange.ranks} ranks in {_counted(exchange.nodes, 'NVLink domain')}, "
+        f"[bold]{gpu.name}[/]: {exchange.ranks} ranks in {counted(exchange.nodes, 'NVLink domain')}, "
         f"{exchange.tokens} tokens each, hidden {exchange.hidden}, {routing.experts} experts, "
         f"top-{routing.topk}{groups}; {exchange.mode} mode, dispatch in {exchange.dtype}, combine in bfloat16"
     )
@@ -64,7 +64,7 @@ def print_expert_parallel(console: Console, exchange: Exchange, predictions: lis
 def print_allreduce(console: Console, gpu: Gpu, ranks: int, predictions: list[AllreducePrediction]) -> None:
     """Times, crossovers and the figures of others, for `epcomm model allreduce`; predictions of one size."""
     num_bytes = int(predictions[0].memory_bytes / 2)
-    console.print(f"[bold]{gpu.name}[/]: allreduce of {_size(num_bytes)} on each of {ranks} ranks, best first")
+    console.print(f"[bold]{gpu.name}[/]: allreduce of {size_text(num_bytes)} on each of {ranks} ranks, best first")
     table = _table("µs", "algorithm", "NVLink MB", "launch", "signals", "NVLink", "HBM", "floor", "reachable")
     for each in predictions:
         table.add_row(
@@ -77,7 +77,7 @@ def print_allreduce(console: Console, gpu: Gpu, ranks: int, predictions: list[Al
     console.print(table)
     for small, large in _RIVALS:
         start = allreduce.crossover(gpu, ranks, small, large)
-        console.print(f"{large} beats {small}: {'never' if start is None else f'from {_size(start)} on'}")
+        console.print(f"{large} beats {small}: {'never' if start is None else f'from {size_text(start)} on'}")
     console.print(f"{DISCLAIMER}\n")
     _print_allreduce_figures(console, comparison.allreduce_figures(ranks, num_bytes))
 
@@ -145,7 +145,7 @@ def _print_expert_parallel_figures(console: Console, figures: Sequence[ExpertPar
 
 def _print_allreduce_figures(console: Console, figures: Sequence[AllreduceFigure]) -> None:
     table = _table(
-        f"Published with {figures[0].ranks} ranks and {_size(figures[0].num_bytes)}, each beside its own floor",
+        f"Published with {figures[0].ranks} ranks and {size_text(figures[0].num_bytes)}, each beside its own floor",
         *("system", "GPU", "algorithm", "published µs", "floor µs", "share"),
     )
     for each in figures:
@@ -169,24 +169,9 @@ def _print_notes(console: Console, figures: list[tuple[str, str, str]]) -> None:
 
 
 def _table(title: str, *columns: str) -> Table:
-    """A table whose columns of text are on the left and those of numbers on the right."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in columns:
-        table.add_column(column, justify="left" if column in _TEXT_COLUMNS else "right")
-    return table
+    return aligned_table(title, *columns, text=_TEXT_COLUMNS)
 
 
 def _number(value: float | None, form: str) -> str:
     """A value, or a dash for hardware that has no model."""
     return "-" if value is None else format(value, form)
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _size(num_bytes: float) -> str:
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:.4g} {name}"
-    return f"{num_bytes:.0f} B"

@@ -1,0 +1,1 @@
+"""What plans cost before they are made, and which one to make."""

@@ -1,0 +1,58 @@
+"""What there is to say about a request: the chosen plan, what was proved about it, its simulation, its bound."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from epcomm.collectives.cost.choice import Candidate, Request, allowed, candidates
+from epcomm.simulation.bounds import allreduce_bound
+from epcomm.simulation.timeline import Timeline
+
+#: Larger plans are not made: their simulation takes minutes.
+MOST_SIMULATED = 32
+_MOST_BOUNDED = 1024
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """`chosen` is what `auto` picks of `candidates`, cheapest first, or the cheapest of the algorithm asked for."""
+
+    request: Request
+    candidates: Sequence[Candidate]
+    chosen: Candidate
+
+    @cached_property
+    def timeline(self) -> Timeline | None:
+        """The chosen plan's simulation; None where there are too many ranks to make a plan."""
+        return self.chosen.simulated() if self.request.num_ranks <= MOST_SIMULATED else None
+
+    @property
+    def microseconds(self) -> float:
+        """Of the simulation, or else the price."""
+        return self.chosen.microseconds if self.timeline is None else self.timeline.makespan
+
+    @cached_property
+    def bound(self) -> float | None:
+        """µs below which no allreduce on this machine is; None where there are too many ranks to look at all pairs."""
+        if self.request.num_ranks > _MOST_BOUNDED:
+            return None
+        machine = self.request.machine
+        singly = [[rank] for rank in range(self.request.num_ranks)]
+        return allreduce_bound(machine.pricing_network, self.request.num_bytes, (singly, machine.nodes))
+
+    @cached_property
+    def shares(self) -> dict[str, float]:
+        """Of the simulated time: what goes into the launch, latencies and steps, bytes, and queues; empty without."""
+        if self.timeline is None:
+            return {}
+        return {name: value / self.timeline.makespan for name, value in self.timeline.parts.items()}
+
+
+def explain(request: Request, algorithm: str = "auto", protocol: str = "auto") -> Explanation:
+    """ConfigError if the algorithm or protocol isn't known, or can't do the request."""
+    protocols = None if protocol == "auto" else (protocol,)
+    found = candidates(request, protocols=protocols)
+    asked = found if algorithm == "auto" else candidates(request, algorithms=(algorithm,), protocols=protocols)
+    return Explanation(request, found, next(allowed(request, asked)))

@@ -1,0 +1,146 @@
+"""An explanation for people: four answers, each a few lines or a table."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from epcomm.collectives.algorithms import ALGORITHMS
+from epcomm.collectives.cost.choice import Candidate
+from epcomm.explain.explanation import MOST_SIMULATED, Explanation
+from epcomm.rich_tables import aligned_table, counted, size_text
+
+#: what an algorithm does, in a line
+_IDEAS = {
+    "ring": "every chunk goes around a ring of ranks twice, once to be summed, once to be copied",
+    "double_binary_tree": "two trees, each for half of the data: sums go up, results down",
+    "recursive_doubling": "log2(ranks) exchanges of everything, each with a rank twice as far away",
+    "halving_doubling": "log2(ranks) exchanges of ever less to sum, then of ever more to copy",
+    "one_shot": "everybody sends all to everybody, and sums alone",
+    "two_shot": "everybody sums one block of all, then hands it out",
+    "hierarchical": "sums in each node, rings between nodes along the rails, copies in each node",
+    "pat": "a tree per block, shifted from block to block, far ranks first",
+    "swing": "halving and doubling with partners that swing from side to side of a ring",
+}
+
+
+def print_explanation(console: Console, explanation: Explanation) -> None:
+    """The four answers: what state is wanted, which algorithm, how it maps onto the machine, does it fit."""
+    _print_transition(console, explanation)
+    _print_algorithm(console, explanation)
+    _print_mapping(console, explanation)
+    _print_fit(console, explanation)
+
+
+def _print_transition(console: Console, explanation: Explanation) -> None:
+    request = explanation.request
+    size, ranks = size_text(request.num_bytes), request.num_ranks
+    sent = 2 * (ranks - 1) / ranks * request.num_bytes / 1e6
+    console.print("[bold]1. State transition[/]")
+    console.print(
+        f"   before: rank r has x_r, {size} of {request.dtype}, r = 0 .. {ranks - 1}\n"
+        f"   after:  every rank has x_0 + ... + x_{ranks - 1}, the same bits\n"
+        f"   {sent:.3f} MB have to leave each rank on average, if ranks add",
+        highlight=False,
+    )
+
+
+def _print_algorithm(console: Console, explanation: Explanation) -> None:
+    chosen, request = explanation.chosen, explanation.request
+    console.print(f"\n[bold]2. Algorithm: {chosen.algorithm}[/], {_IDEAS[chosen.algorithm]}", highlight=False)
+    table = _table("price, µs", "", "algorithm", "protocol", "channels", "pieces", "µs", "against best", "rounds")
+    best = explanation.candidates[0].microseconds
+    for each in _shown(explanation):
+        table.add_row(
+            "->" if each == chosen else "", each.algorithm, each.protocol, str(each.channels), str(each.pieces),
+            f"{each.microseconds:.1f}", f"{each.microseconds / best:.2f}x", _roundings(each),
+        )  # fmt: skip
+    console.print(table)
+    if request.is_half and request.num_ranks > 2:
+        console.print(
+            f"   {request.dtype}: auto takes only what rounds once; there partial sums are float32, also on their way, "
+            "and prices include their bytes.",
+            highlight=False,
+        )
+
+
+def _shown(explanation: Explanation) -> list[Candidate]:
+    """Each algorithm's best candidate, by how wide its partial sums are, and the chosen one, in the order of prices."""
+    best: dict[tuple[str, bool], Candidate] = {}
+    for each in explanation.candidates:
+        best.setdefault((each.algorithm, each.wide_sums), each)
+    return sorted({*best.values(), explanation.chosen}, key=lambda each: each.microseconds)
+
+
+def _roundings(candidate: Candidate) -> str:
+    if candidate.request.num_ranks > MOST_SIMULATED:
+        return "once" if candidate.rounds_once else "-"
+    number = candidate.roundings
+    return "never" if number == 0 else "once" if number == 1 else f"{number} times"
+
+
+def _print_mapping(console: Console, explanation: Explanation) -> None:
+    chosen, machine = explanation.chosen, explanation.request.machine
+    world, costs = machine.world, chosen.costs
+    console.print(f"\n[bold]3. Mapping[/] onto {escape(machine.name)}", highlight=False)
+    lines = [f"{machine.num_ranks} ranks in {counted(len(machine.nodes), 'node')}"]
+    if "order" in ALGORITHMS[chosen.algorithm].options:
+        order = world.order or range(machine.num_ranks)
+        shown = " ".join(map(str, list(order)[:32])) + (" ..." if machine.num_ranks > 32 else "")
+        lines.append(f"ring order: {shown}")
+    lines.append(
+        f"protocol {chosen.protocol}: {costs.efficiency:.0%} of a link's bytes are payload, "
+        f"{costs.launch:g} µs before the first step"
+    )
+    channels, pieces = counted(chosen.channels, "channel"), counted(chosen.pieces, "piece")
+    lines.append(f"{channels} of {costs.channel:.1f} GB/s, in {pieces}")
+    timeline = explanation.timeline
+    if timeline is not None:
+        chunk = explanation.request.num_bytes / chosen.plan.collective.num_chunks
+        lines.append(f"{chosen.plan.num_steps} steps, chunks of {size_text(chunk)}")
+    console.print("\n".join(f"   {line}" for line in lines), highlight=False, markup=False)
+    if timeline is not None:
+        table = _table("busiest links", "link", "busy")
+        for name, share in timeline.busiest_links():
+            table.add_row(escape(name), f"{share:.0%}")
+        console.print(table)
+
+
+def _print_fit(console: Console, explanation: Explanation) -> None:
+    console.print("\n[bold]4. Fit[/]")
+    lines, shares = [], explanation.shares
+    if shares:
+        lines.append(f"simulated: {explanation.microseconds:.1f} µs; price: {explanation.chosen.microseconds:.1f} µs")
+        parts = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+        lines.append(f"critical path: {parts}")
+    else:
+        lines.append(f"price: {explanation.microseconds:.1f} µs; more than {MOST_SIMULATED} ranks are not simulated")
+    if explanation.bound:  # one rank's is 0
+        ratio = explanation.microseconds / explanation.bound
+        lines.append(f"cut bound: {explanation.bound:.1f} µs, no matter the algorithm; this is {ratio:.2f} times that")
+    lines += _advice(explanation)
+    console.print("\n".join(f"   {line}" for line in lines), highlight=False, markup=False)
+
+
+def _advice(explanation: Explanation) -> list[str]:
+    """Whether an allreduce is the right thing to ask for, by where the time goes."""
+    if explanation.request.num_ranks == 1:
+        return ["One rank: there is nothing to communicate."]
+    if explanation.bound is None:
+        return []
+    moving = explanation.bound / explanation.microseconds
+    if moving < 0.25:
+        return [
+            "Most of the time is fixed cost, not bytes: several small allreduces as one, or one in the kernel that "
+            "makes or uses the data, save more than another algorithm."
+        ]
+    advice = ["Bytes dominate: what helps is to send fewer. A rank that needs only its part of the sum is served by a "
+              "reduce_scatter, with half of the bytes."]  # fmt: skip
+    if moving < 0.6:
+        advice.append("There is room up to the bound: see the busiest links and the queues of the critical path.")
+    return advice
+
+
+def _table(title: str, *columns: str) -> Table:
+    return aligned_table(title, *columns, text=("", "algorithm", "protocol", "link"))

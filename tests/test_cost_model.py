@@ -1,0 +1,254 @@
+"""Prices and the choice by them, machines by name, `epcomm explain`, and the committed comparison with others."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from functools import cache
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks import cost_model, results
+from benchmarks.published_schedules import SCHEDULES, read_schedule
+from epcomm.cli import app
+from epcomm.collectives.cost.choice import Candidate, Request, candidates, choose
+from epcomm.collectives.cost.machines import Machine, find_machine
+from epcomm.collectives.cost.protocols import CPU_COSTS, PROTOCOLS, costs_of
+from epcomm.collectives.cost.schedules import ALLREDUCE
+from epcomm.collectives.plan.verify import verify
+from epcomm.errors import ConfigError, UnsupportedError
+from epcomm.explain.drawings import check_path
+from epcomm.explain.explanation import explain
+from epcomm.simulation.events import simulate
+from epcomm.simulation.network import RoutedNetwork
+
+MIB = 1 << 20
+
+
+@cache
+def machine(name: str, num_ranks: int) -> Machine:
+    return find_machine(name, num_ranks)
+
+
+def chosen(num_bytes: int, name: str = "dgx_h100", num_ranks: int = 8, dtype: str = "float32") -> Candidate:
+    return choose(Request(num_bytes, machine(name, num_ranks), dtype))
+
+
+def test_small_tensors_get_few_steps_and_large_ones_few_bytes():
+    small, large = chosen(1024), chosen(1024 * MIB)
+    assert (small.algorithm, small.protocol, small.channels) == ("one_shot", "ll", 1)
+    assert (large.algorithm, large.protocol) == ("ring", "simple") and large.channels > 1
+    assert chosen(1024, "dgx1_v100").algorithm == "recursive_doubling"  # where not all are neighbours
+    assert chosen(256 * MIB, "dgx_h100", 16).algorithm == "hierarchical"  # the network carries an eighth of it
+    assert chosen(1024, "ring").algorithm == "ring"  # ranks that forward are the only way
+
+
+def test_prices_grow_with_bytes_and_the_best_is_chosen():
+    before = 0.0
+    for power in range(8, 31, 2):
+        request = Request(2**power, machine("dgx_h100", 8))
+        found = candidates(request)
+        prices = [each.microseconds for each in found]
+        assert prices == sorted(prices) and prices[0] > before
+        assert choose(request) == found[0]
+        assert {(each.algorithm, each.protocol) for each in found} == {
+            (name, protocol) for name in ALLREDUCE if name != "hierarchical" for protocol in PROTOCOLS
+        }
+        before = prices[0]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 7])
+def test_odd_worlds(num_ranks):
+    for name in ("dgx_h100", "full_mesh", "two_socket_host"):
+        found = candidates(Request(1 << 16, machine(name, num_ranks)))
+        assert found and all(each.microseconds > 0 for each in found)
+        assert found[0].simulated().makespan > 0
+        powers = {"swing"} if num_ranks & (num_ranks - 1) else set()
+        assert not powers & {each.algorithm for each in found}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_sums_round_once(dtype):
+    for num_bytes in (1024, MIB, 256 * MIB):
+        half, single = chosen(num_bytes, dtype=dtype), chosen(num_bytes)
+        assert half.rounds_once and half.wide_sums and half.roundings == 1
+        found = candidates(half.request)
+        narrow = [each for each in found if not each.wide_sums]
+        assert len(narrow) == len(found) / 2 and not any(each.rounds_once for each in narrow)
+        assert all(each.roundings > 1 for each in narrow[:4])
+        assert explain(half.request, "ring").chosen.wide_sums
+        assert not single.wide_sums
+        assert single.roundings == verify(single.plan).roundings
+    two = chosen(MIB, num_ranks=2, dtype=dtype)
+    assert not two.wide_sums and two.roundings == 1  # one sum: nothing to widen
+
+
+def test_wide_sums_cost_bytes_where_sums_travel():
+    def price(name: str, dtype: str) -> float:
+        request = Request(64 * MIB, machine("dgx_h100", 8), dtype)
+        return choose(request, algorithms=(name,), protocols=("simple",)).microseconds
+
+    assert price("ring", "bfloat16") > 1.2 * price("ring", "float32")
+    assert price("two_shot", "bfloat16") == price("two_shot", "float32")
+
+
+def test_prices_are_close_to_simulations():
+    for name, num_ranks in (("dgx_h100", 8), ("dgx1_v100", 8), ("full_mesh", 5), ("two_socket_host", 4)):
+        for num_bytes in (1 << 10, 1 << 20):
+            found = candidates(Request(num_bytes, machine(name, num_ranks)))[0]
+            assert 0.7 < found.simulated().makespan / found.microseconds < 1.5
+
+
+def test_costs_are_the_protocols():
+    costs = costs_of("dgx_h100", "ll", "ring", 4, 1)
+    assert (costs.launch, costs.efficiency, costs.channel) == (6.6, 0.5, 141 / 4)
+    assert costs.latency["nvlink"] == 0.6 and costs.latency["network"] == 2.7
+    tree = costs_of("dgx_h100", "simple", "double_binary_tree", 4, 2)
+    assert (tree.launch, tree.latency["nvlink"], tree.latency["network"]) == (8.4, 4.0, 14.0)
+    assert costs_of("two_socket_host", "simple", "ring", 1, 1) is CPU_COSTS
+
+
+def test_machines_by_name(tmp_path):
+    assert len(machine("dgx_h100", 20).nodes) == 3 and machine("dgx_h100", 20).world.ranks_per_node == 20
+    assert machine("dgx_h100", 24).world.ranks_per_node == 8
+    large = machine("dgx_h100", 4096)
+    assert (large.name, large.world.ranks_per_node) == ("dgx_h100 x 512", 8)
+    assert large.nodes[-1] == [*range(4088, 4096)]
+    part = machine("dgx1_v100", 3)
+    assert part.num_ranks == 3 and len([d for d in part.topology.devices if d.kind == "gpu"]) == 3
+    assert machine("dgx1_v100", 8).world.order is not None and machine("dgx_h100", 8).world.order is None
+    dump = tmp_path / "machine.xml"
+    dump.write_text((cost_model.RESULTS.parents[1] / "tests/data/topology/rccl_topo_4p3l.xml").read_text())
+    assert find_machine(str(dump), 4).topology.num_ranks == 4
+    for name, num_ranks, message in (
+        ("dgx_h10", 8, "argument `topology`: wanted one of ring, .* got 'dgx_h10'"),
+        ("dgx_h100", 0, "argument `ranks`: wanted an integer >= 1, got 0"),
+        (str(dump), 5, "argument `ranks`: wanted at most 4 on .*, got 5"),
+        ("dgx1_v100", 129, "argument `ranks`: wanted at most 128 on dgx1_v100, got 129"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            find_machine(name, num_ranks)
+
+
+@pytest.mark.parametrize(
+    "num_bytes, dtype, message",
+    [
+        (0, "float32", "argument `bytes`: wanted a multiple of 4, .* got 0"),
+        (1022, "float32", "argument `bytes`: wanted a multiple of 4, .* got 1022"),
+        (1024, "float12", "argument `dtype`: wanted one of float64, .* got 'float12'"),
+    ],
+)
+def test_bad_requests(num_bytes, dtype, message):
+    with pytest.raises(ConfigError, match=message):
+        Request(num_bytes, machine("dgx_h100", 8), dtype)
+
+
+def test_names_that_are_not_known():
+    request = Request(MIB, machine("dgx_h100", 6))
+    with pytest.raises(ConfigError, match="argument `algorithm`: wanted one of auto, ring, .* got 'rign'"):
+        explain(request, "rign")
+    with pytest.raises(ConfigError, match="argument `protocol`: on dgx_h100 wanted one of ll, .* got 'll64'"):
+        explain(request, protocol="ll64")
+    with pytest.raises(ConfigError, match="argument `protocol`: on two_socket_host wanted one of simple, got 'll'"):
+        explain(Request(MIB, machine("two_socket_host", 2)), protocol="ll")
+    with pytest.raises(ConfigError, match="argument `algorithm`: swing: wanted a power of two of ranks, got 6"):
+        explain(request, "swing")
+    with pytest.raises(ConfigError, match="argument `algorithm`: .*no way from"):
+        explain(Request(MIB, machine("ring", 6)), "one_shot")
+
+
+def run(*words: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, ["explain", "allreduce", *words], env={"COLUMNS": "200"})
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def test_explain_gives_four_answers():
+    output = run("--ranks", "8", "--bytes", "1048576", "--topology", "dgx_h100", "--dtype", "bfloat16")
+    for text in ("1. State transition", "2. Algorithm: two_shot", "3. Mapping onto dgx_h100", "4. Fit"):
+        assert text in output
+    best = explain(Request(MIB, machine("dgx_h100", 8), "bfloat16"))
+    assert f"simulated: {best.timeline.makespan:.1f} µs; price: {best.chosen.microseconds:.1f} µs" in output
+    assert f"cut bound: {2 * 7 / 8 * MIB / 450e3:.1f} µs" in output
+    assert sum(best.shares.values()) == pytest.approx(1)
+    assert output.count("->") > 1 and "once" in output and "7 times" in output
+
+
+def test_explain_takes_an_algorithm_and_tells_roundings():
+    output = run("--ranks", "8", "--bytes", "4096", "--algorithm", "ring", "--topology", "dgx1_v100")
+    assert "2. Algorithm: ring" in output and "ring order: 0 " in output and "7 times" in output
+    assert "Most of the time is fixed cost" in output
+    assert "Bytes dominate" in run("--bytes", str(256 * MIB), "--ranks", "4")
+    assert "nothing to communicate" in run("--ranks", "1")
+    large = run("--ranks", "256", "--bytes", "1048576", "--trace", "unwritten.json")
+    assert "plans of more than 32 ranks are not made" in large and "256 ranks in 32 nodes" in large
+    assert "price: " in large and "cut bound: " in large
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("--ranks", "0"), "argument `ranks`: wanted an integer >= 1, got 0"),
+        (("--bytes", "-4"), "argument `bytes`"),
+        (("--topology", "nowhere.xml"), "argument `topology`"),
+        (("--algorithm", "best"), "argument `algorithm`: wanted one of auto"),
+        (("--draw", "picture.txt"), "argument `draw`: wanted a name that ends in .svg, .png, .pdf, got picture.txt"),
+        (("--draw", "/nowhere/picture.svg"), "argument `draw`: wanted a folder that exists, got /nowhere"),
+        (("--trace", "/nowhere/trace.json"), "No such file"),
+    ],
+)
+def test_explain_refuses_bad_input(words, message):
+    output = " ".join(run(*words, code=2).replace("│", " ").split())
+    assert message in output
+
+
+def test_explain_writes_a_trace(tmp_path):
+    path = tmp_path / "trace.json"
+    run("--ranks", "4", "--bytes", "4096", "--trace", str(path))
+    events = json.loads(path.read_text())["traceEvents"]
+    assert {event["ph"] for event in events} == {"M", "X", "s", "f"}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
+@pytest.mark.parametrize("ending", ["svg", "png"])
+def test_explain_draws(tmp_path, ending):
+    schedule, ring = tmp_path / f"schedule.{ending}", tmp_path / f"ring.{ending}"
+    run("--ranks", "4", "--bytes", "65536", "--algorithm", "ring", "--topology", "dgx1_v100",
+        "--draw", str(schedule), "--draw-ring", str(ring))  # fmt: skip
+    for path in (schedule, ring):
+        head = path.read_bytes()[:100]
+        assert head.startswith(b"\x89PNG") if ending == "png" else b"<?xml" in head
+        assert path.stat().st_size > 5000
+
+
+def test_drawings_without_matplotlib_say_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UnsupportedError, match="pip install 'epcomm\\[plot\\]'"):
+        check_path("draw", tmp_path / "schedule.svg")
+
+
+@pytest.mark.parametrize("path", sorted(SCHEDULES.glob("ndv2*.json")), ids=lambda path: path.stem)
+def test_replayed_schedules_finish_as_published(path):
+    # TE-CCL counts time in epochs, and drops latencies that are small beside them.
+    schedule = read_schedule(path)
+    plan = schedule.plan()
+    verify(plan)
+    timeline = simulate(plan, schedule.chunk_bytes, RoutedNetwork(schedule.topology))
+    assert timeline.makespan == pytest.approx(schedule.finish, rel=0.1)
+
+
+def test_the_committed_comparison_is_what_the_command_finds():
+    document = results.load(cost_model.RESULTS / "cost_model.json")
+    found = {"schedules": cost_model.compare_schedules(), "published": cost_model.compare_published(),
+             "choices": cost_model.compare_choices(), "fits": cost_model.compare_fits()}  # fmt: skip
+    for key, rows in found.items():
+        for row, committed in zip(rows, document[key], strict=True):
+            for name, value in row.items():
+                if isinstance(value, float):
+                    assert value == pytest.approx(committed[name], rel=1e-3)
+                elif name not in ("fitted", "held_out"):  # which have rows of their own
+                    assert value == committed[name]
+    assert cost_model.cpu_costs(document) == CPU_COSTS
