@@ -29,7 +29,7 @@ import triton.language as tl
 
 from epcomm.device import control
 from epcomm.device.gpu.compile import all_programs, kernel
-from epcomm.device.gpu.machine import device
+from epcomm.device.gpu.machine import device, opaque
 from epcomm.device.gpu.memory import copy, set_word, word
 from epcomm.device.gpu.network import quiet, start_put
 from epcomm.device.gpu.waiting import meet, peer, signal, window_of_collectives
@@ -79,11 +79,17 @@ def _part(args, length, number):
 
 
 @device
+def _is_shared(args):
+    """Whether each node finishes a share of a part, not all of it."""
+    return word(args, protocol.NUM_SHARES) > 1
+
+
+@device
 def _share(args, low, high, node):
     """Where what a node finishes of a part begins and ends in the chunk."""
-    first, end, num_shares = low, high, word(args, protocol.NUM_SHARES)
-    if num_shares > 1:
-        share = part_bytes(high - low, num_shares)
+    first, end = low, high
+    if _is_shared(args):
+        share = part_bytes(high - low, word(args, protocol.NUM_SHARES))
         first = tl.minimum(high, low + node * share)
         end = tl.minimum(high, first + share)
     return first, end
@@ -97,6 +103,14 @@ def _wants(ctx, args, node):
 
 
 @device
+def _on_rail(ctx, table, distance):
+    """(a node, its rank on this rank's rail); that of node `distance` after this rank's."""
+    me = word(ctx, control.RANK)
+    node = (node_of(ctx, table, me) + distance) % word(table, nodes.NUM_NODES)
+    return node, member(ctx, table, node, number_of(ctx, table, me))
+
+
+@device
 def _put(ctx, rank, place, num_bytes, NETWORK: tl.constexpr):
     """Puts bytes to the same place in the segment of another node's rank."""
     if num_bytes > 0:
@@ -106,22 +120,19 @@ def _put(ctx, rank, place, num_bytes, NETWORK: tl.constexpr):
 @device
 def _push_rail(ctx, state, channel, count, kind, NETWORK: tl.constexpr):
     """Tells the other ranks of this rank's rail that what was put to them of a chunk is there."""
-    me, table = word(ctx, control.RANK), word(state, protocol.NODES)
-    own_node, number, num_nodes = node_of(ctx, table, me), number_of(ctx, table, me), word(table, nodes.NUM_NODES)
+    table = word(state, protocol.NODES)
     quiet(ctx, NETWORK)
-    for distance in range(1, num_nodes):
-        rank = member(ctx, table, (own_node + distance) % num_nodes, number)
-        push(ctx, state, channel, kind, rank, me, count + 1, NETWORK)
+    for distance in range(1, word(table, nodes.NUM_NODES)):
+        _, rank = _on_rail(ctx, table, distance)
+        push(ctx, state, opaque(channel), kind, rank, word(ctx, control.RANK), count + 1, NETWORK)
 
 
 @device
 def _meet_rail(ctx, fingerprint, state, channel, count, kind, site, NETWORK: tl.constexpr):
     """Waits for what the other ranks of this rank's rail put."""
-    me, table = word(ctx, control.RANK), word(state, protocol.NODES)
-    own_node, number, num_nodes = node_of(ctx, table, me), number_of(ctx, table, me), word(table, nodes.NUM_NODES)
-    status = tl.cast(control.OK, tl.int64)
-    for distance in range(1, num_nodes):
-        rank = member(ctx, table, (own_node + distance) % num_nodes, number)
+    table, status = word(state, protocol.NODES), tl.cast(control.OK, tl.int64)
+    for distance in range(1, word(table, nodes.NUM_NODES)):
+        _, rank = _on_rail(ctx, table, distance)
         if status == control.OK:
             raised = pushed_word(ctx, state, channel, kind, rank)
             status = meet(ctx, fingerprint, raised, count + 1, rank, site, NETWORK)  # RAW
@@ -129,15 +140,24 @@ def _meet_rail(ctx, fingerprint, state, channel, count, kind, site, NETWORK: tl.
 
 
 @device
+def _stage(ctx, args, channel, count, x, length):
+    """Stages a chunk for this node, all but the part that this rank reduces."""
+    state, me = word(args, protocol.STATE), word(ctx, control.RANK)
+    table, slot = word(state, protocol.NODES), _slot(state, protocol.STAGED_SLOTS, channel, count)
+    stage_but_part(x, peer(ctx, me) + slot, length, number_of(ctx, table, me), word(table, nodes.NUM_RAILS))
+    signal(_channel_word(ctx, state, channel, protocol.STAGED, me), count + 1)
+
+
+@device
 def _reduce_on_node(ctx, args, fingerprint, channel, count, x, length, DTYPE: tl.constexpr, OP: tl.constexpr,
                     PARTIAL: tl.constexpr, NETWORK: tl.constexpr):  # fmt: skip
     """Reduces this rank's part of a chunk over its node, and puts to each rank of its rail what that finishes."""
     SCALE: tl.constexpr = PARTIAL.primitive_bitwidth // DTYPE.primitive_bitwidth
-    state, is_shared = word(args, protocol.STATE), word(args, protocol.NUM_SHARES) > 1
+    state = word(args, protocol.STATE)
     me, table = word(ctx, control.RANK), word(state, protocol.NODES)
-    own_node, number, num_nodes = node_of(ctx, table, me), number_of(ctx, table, me), word(table, nodes.NUM_NODES)
+    own_node = node_of(ctx, table, me)
     sources = word(args, protocol.SOURCES) + channel * word(ctx, control.SIZE) * 8
-    low, high = _part(args, length, number)
+    low, high = _part(args, length, number_of(ctx, table, me))
     num_sources, status = num_members(ctx, table, own_node), tl.cast(control.OK, tl.int64)
     for index in range(num_sources):
         rank = member(ctx, table, own_node, index)
@@ -153,12 +173,11 @@ def _reduce_on_node(ctx, args, fingerprint, channel, count, x, length, DTYPE: tl
         tl.debug_barrier()  # all threads see the sources
         reduce_listed(peer(ctx, me) + partial, sources, num_sources, num_items, num_sources, DTYPE, PARTIAL,
                       "sum" if OP == "avg" else OP)  # fmt: skip
-        for distance in range(1, num_nodes):
-            node = (own_node + distance) % num_nodes
-            if is_shared | _wants(ctx, args, node):
+        for distance in range(1, word(table, nodes.NUM_NODES)):
+            node, rank = _on_rail(ctx, table, distance)
+            if _is_shared(args) | _wants(ctx, args, node):
                 first, end = _share(args, low, high, node)
-                place = partial + (first - low) * SCALE
-                _put(ctx, member(ctx, table, node, number), place, (end - first) * SCALE, NETWORK)
+                _put(ctx, rank, partial + (first - low) * SCALE, (end - first) * SCALE, NETWORK)
         _push_rail(ctx, state, channel, count, protocol.PUSHED_PARTIAL, NETWORK)
     return status
 
@@ -169,28 +188,28 @@ def _reduce_on_rail(ctx, args, fingerprint, channel, count, length, DTYPE: tl.co
     """Reduces all nodes' partial results of what this rank finishes of its part, and puts its share to its rail."""
     ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
     SCALE: tl.constexpr = PARTIAL.primitive_bitwidth // DTYPE.primitive_bitwidth
-    state, is_shared = word(args, protocol.STATE), word(args, protocol.NUM_SHARES) > 1
+    state = word(args, protocol.STATE)
     me, size, table = word(ctx, control.RANK), word(ctx, control.SIZE), word(state, protocol.NODES)
-    own_node, number, num_nodes = node_of(ctx, table, me), number_of(ctx, table, me), word(table, nodes.NUM_NODES)
+    own_node, num_nodes = node_of(ctx, table, me), word(table, nodes.NUM_NODES)
     sources = word(args, protocol.SOURCES) + channel * size * 8
     kind, site = protocol.PUSHED_PARTIAL, sites.RAILS_PARTIAL
     status = _meet_rail(ctx, fingerprint, state, channel, count, kind, site, NETWORK)
     if status == control.OK:
-        low, high = _part(args, length, number)
+        low, high = _part(args, length, number_of(ctx, table, me))
         first, end = _share(args, low, high, own_node)
         place = _slot(state, protocol.REDUCED_SLOTS, channel, count) + first
-        if is_shared | _wants(ctx, args, own_node):
+        if _is_shared(args) | _wants(ctx, args, own_node):
             for node in range(num_nodes):
                 partial = _partial(state, channel, count, node) + (first - low) * SCALE
                 set_word(sources, node, peer(ctx, me) + partial)
             tl.debug_barrier()  # all threads see the sources
             reduce_listed(peer(ctx, me) + place, sources, num_nodes, (end - first) // ITEM, size, PARTIAL, DTYPE, OP)
             tl.debug_barrier()  # all threads have read the sources
-        if is_shared:
+        if _is_shared(args):
             for distance in range(1, num_nodes):
-                node = (own_node + distance) % num_nodes
+                node, rank = _on_rail(ctx, table, distance)
                 if _wants(ctx, args, node):
-                    _put(ctx, member(ctx, table, node, number), place, end - first, NETWORK)
+                    _put(ctx, rank, place, end - first, NETWORK)
             _push_rail(ctx, state, channel, count, protocol.PUSHED_REDUCED, NETWORK)
     return status
 
@@ -199,7 +218,7 @@ def _reduce_on_rail(ctx, args, fingerprint, channel, count, length, DTYPE: tl.co
 def _gather_on_rail(ctx, args, fingerprint, channel, count, NETWORK: tl.constexpr):
     """Tells this node that this rank's part of the result is there."""
     state, status = word(args, protocol.STATE), tl.cast(control.OK, tl.int64)
-    if word(args, protocol.NUM_SHARES) > 1:
+    if _is_shared(args):
         kind, site = protocol.PUSHED_REDUCED, sites.RAILS_REDUCED
         status = _meet_rail(ctx, fingerprint, state, channel, count, kind, site, NETWORK)
     if status == control.OK:
@@ -234,31 +253,30 @@ def _reduce_channel(ctx, args, fingerprint, channel, x, out, num_bytes, DTYPE: t
                     NETWORK: tl.constexpr):  # fmt: skip
     """One channel's bytes of the operation. DTYPE is (the message's, that of partial results)."""
     state = word(args, protocol.STATE)
-    me, table = word(ctx, control.RANK), word(state, protocol.NODES)
-    number, num_rails = number_of(ctx, table, me), word(table, nodes.NUM_RAILS)
+    table = word(state, protocol.NODES)
+    is_on_rail = number_of(ctx, table, word(ctx, control.RANK)) < word(table, nodes.NUM_RAILS)
     first = word(state, protocol.CHUNKS + 2 * channel)
     base, num_bytes = channel_bytes(state, channel, num_bytes)
     num_chunks = (num_bytes + protocol.CHUNK_BYTES - 1) // protocol.CHUNK_BYTES
     if channel == 0:
         num_chunks = tl.maximum(num_chunks, 1)  # so that ranks meet (and compare what they call) even without a byte
     status = tl.cast(control.OK, tl.int64)
-    for step in range(num_chunks + 3):
+    for step_number in range(num_chunks + 3):
+        channel, step = opaque(channel), opaque(step_number)
         start, count = step * protocol.CHUNK_BYTES, first + step
         if (status == control.OK) & (step < num_chunks):
-            slot = peer(ctx, me) + _slot(state, protocol.STAGED_SLOTS, channel, count)
             length = tl.minimum(num_bytes - start, protocol.CHUNK_BYTES)
-            stage_but_part(x + base + start, slot, length, number, num_rails)
-            signal(_channel_word(ctx, state, channel, protocol.STAGED, me), count + 1)
-        if (status == control.OK) & (number < num_rails) & (step > 0) & (step <= num_chunks):
+            _stage(ctx, args, channel, count, x + base + start, length)
+        if (status == control.OK) & is_on_rail & (step > 0) & (step <= num_chunks):
             done = start - protocol.CHUNK_BYTES
             length = tl.minimum(num_bytes - done, protocol.CHUNK_BYTES)
             status = _reduce_on_node(ctx, args, fingerprint, channel, count - 1, x + base + done, length, DTYPE[0], OP,
                                      DTYPE[1], NETWORK)  # fmt: skip
-        if (status == control.OK) & (number < num_rails) & (step > 1) & (step <= num_chunks + 1):
+        if (status == control.OK) & is_on_rail & (step > 1) & (step <= num_chunks + 1):
             length = tl.minimum(num_bytes - (start - 2 * protocol.CHUNK_BYTES), protocol.CHUNK_BYTES)
             status = _reduce_on_rail(ctx, args, fingerprint, channel, count - 2, length, DTYPE[0], OP, DTYPE[1],
                                      NETWORK)  # fmt: skip
-        if (status == control.OK) & (number < num_rails) & (step > 2):
+        if (status == control.OK) & is_on_rail & (step > 2):
             status = _gather_on_rail(ctx, args, fingerprint, channel, count - 3, NETWORK)
         if (status == control.OK) & (step > 2):
             done = start - 3 * protocol.CHUNK_BYTES

@@ -48,34 +48,27 @@ def _num_near(ctx, table):
 
 
 @device
-def _num_readers(ctx, table, place, fan_out):
-    below = word(table, nodes.NUM_NODES) - (fan_out * place + 1)
-    return _num_near(ctx, table) + tl.maximum(tl.minimum(below, fan_out), 0)
-
-
-@device
-def _reader(ctx, args, table, place, fan_out, index):
-    """A reader of this holder: first come the other ranks of its node, then the holders below."""
+def _reader(ctx, args, table, below, index):
+    """A reader of this holder: first come the other ranks of its node, then the holders in places `below` and on."""
     me, num_near = word(ctx, control.RANK), _num_near(ctx, table)
     number = tl.minimum(index, num_near)
     number = tl.where(number < number_of(ctx, table, me), number, number + 1)
     if index < num_near:
         rank = member(ctx, table, node_of(ctx, table, me), number)
     else:
-        rank = _holder(ctx, args, table, fan_out * place + 1 + index - num_near)
+        rank = _holder(ctx, args, table, below + index - num_near)
     return rank
 
 
 @device
-def _meet_readers(ctx, args, fingerprint, channel, place, fan_out, num_readers, here, below, value, site,
-                  NETWORK: tl.constexpr):  # fmt: skip
-    """Waits until the readers on this node have raised the word `here`, and the holders below that `below`."""
+def _meet_readers(ctx, args, fingerprint, channel, below, num_readers, near, far, value, site, NETWORK: tl.constexpr):
+    """Waits until the readers on this node have raised the word `near`, and the holders below that `far`."""
     state, status = word(args, protocol.STATE), tl.cast(control.OK, tl.int64)
     table = word(state, protocol.NODES)
     for index in range(num_readers):
-        rank = _reader(ctx, args, table, place, fan_out, index)
+        rank = _reader(ctx, args, table, below, index)
         if status == control.OK:
-            kind = tl.where(index < _num_near(ctx, table), here, below)
+            kind = tl.where(index < _num_near(ctx, table), near, far)
             raised = pushed_word(ctx, state, channel, kind, rank)
             status = meet(ctx, fingerprint, raised, value, rank, site, NETWORK)
     return status
@@ -96,18 +89,18 @@ def _wait_for_everyone(ctx, args, fingerprint, channel, reused):
 
 
 @device
-def _pass_on(ctx, args, channel, count, place, fan_out, num_readers, length, NETWORK: tl.constexpr):
+def _pass_on(ctx, args, channel, count, below, num_readers, length, NETWORK: tl.constexpr):
     """Puts the piece in this rank's slot to the holders below, and tells all readers of it."""
     state, me = word(args, protocol.STATE), word(ctx, control.RANK)
     table = word(state, protocol.NODES)
     slot = slot_offset(channel_ring(word(state, protocol.RECEIVED_SLOTS), channel), count)
     if length > 0:
         for index in range(_num_near(ctx, table), num_readers):
-            rank = _reader(ctx, args, table, place, fan_out, index)
+            rank = _reader(ctx, args, table, below, index)
             start_put(ctx, window_of_collectives(ctx), rank, slot, slot, length, NETWORK)
     quiet(ctx, NETWORK)
     for index in range(num_readers):
-        rank = _reader(ctx, args, table, place, fan_out, index)
+        rank = _reader(ctx, args, table, below, index)
         push(ctx, state, channel, protocol.PUSHED_SENT, rank, me, count + 1, NETWORK)
 
 
@@ -126,10 +119,10 @@ def _broadcast_channel(ctx, args, fingerprint, channel, x, out, num_bytes, DTYPE
     first, root = word(state, protocol.CHUNKS + 2 * channel + 1), word(args, protocol.ROOT)
     place = (node_of(ctx, table, me) - node_of(ctx, table, root) + num_nodes) % num_nodes
     above, num_readers = _holder(ctx, args, table, place), tl.cast(0, tl.int64)
-    is_holder = above == me
+    is_holder, below = above == me, fan_out * place + 1
     if is_holder:
         above = _holder(ctx, args, table, tl.maximum(place - 1, 0) // fan_out)
-        num_readers = _num_readers(ctx, table, place, fan_out)
+        num_readers = _num_near(ctx, table) + tl.maximum(tl.minimum(num_nodes - below, fan_out), 0)
     lag = tl.minimum(num_readers, 1)  # meanwhile readers read
     sent, taken, arrived = protocol.PUSHED_SENT, protocol.PUSHED_TAKEN, protocol.PUSHED_ARRIVED
     if above != me:
@@ -144,8 +137,8 @@ def _broadcast_channel(ctx, args, fingerprint, channel, x, out, num_bytes, DTYPE
             if is_holder & (step < protocol.NUM_SLOTS):
                 status = _wait_for_everyone(ctx, args, fingerprint, channel, reused)
             if step >= protocol.NUM_SLOTS:
-                status = _meet_readers(ctx, args, fingerprint, channel, place, fan_out, num_readers, taken, taken,
-                                       reused, sites.EXCHANGE_TAKEN, NETWORK)  # fmt: skip  # WAR
+                status = _meet_readers(ctx, args, fingerprint, channel, below, num_readers, taken, taken, reused,
+                                       sites.EXCHANGE_TAKEN, NETWORK)  # fmt: skip  # WAR
         if (status == control.OK) & (above != me):
             raised = pushed_word(ctx, state, channel, sent, above)
             status = meet(ctx, fingerprint, raised, count + 1, above, sites.EXCHANGE_SENT, NETWORK)  # RAW
@@ -157,17 +150,17 @@ def _broadcast_channel(ctx, args, fingerprint, channel, x, out, num_bytes, DTYPE
                 source = peer(ctx, above) + slot
             elif step + protocol.NUM_SLOTS < num_pieces:
                 push(ctx, state, channel, arrived, above, me, count + 1, NETWORK)
-            _pass_on(ctx, args, channel, count, place, fan_out, num_readers, length, NETWORK)
+            _pass_on(ctx, args, channel, count, below, num_readers, length, NETWORK)
             if out + start != source:
                 copy(out + start, source, length)
         if (above != me) & (step >= lag) & (step - lag + protocol.NUM_SLOTS < num_pieces):
             if status == control.OK:
-                status = _meet_readers(ctx, args, fingerprint, channel, place, fan_out, num_readers, taken, arrived,
+                status = _meet_readers(ctx, args, fingerprint, channel, below, num_readers, taken, arrived,
                                        count + 1 - lag, sites.BROADCAST_ARRIVED, NETWORK)  # fmt: skip  # WAR
             if status == control.OK:
                 push(ctx, state, channel, taken, above, me, count + 1 - lag, NETWORK)
     if status == control.OK:
-        status = _meet_readers(ctx, args, fingerprint, channel, place, fan_out, num_readers, sent, sent, first + 1,
+        status = _meet_readers(ctx, args, fingerprint, channel, below, num_readers, sent, sent, first + 1,
                                sites.BROADCAST_ENTERED, NETWORK)  # fmt: skip  # RAW
     if status == control.OK:
         for distance in range(1, size):
