@@ -23,7 +23,7 @@ import triton.language as tl
 
 from epcomm.device import control
 from epcomm.device.gpu.compile import all_programs, kernel
-from epcomm.device.gpu.machine import device
+from epcomm.device.gpu.machine import device, opaque
 from epcomm.device.gpu.memory import copy, set_word, word
 from epcomm.device.gpu.network import quiet, start_put
 from epcomm.device.gpu.waiting import meet, peer, wait, window_of_collectives
@@ -94,11 +94,12 @@ def _pass_on(ctx, args, channel, count, below, num_readers, length, NETWORK: tl.
     state, me = word(args, protocol.STATE), word(ctx, control.RANK)
     table = word(state, protocol.NODES)
     slot = slot_offset(channel_ring(word(state, protocol.RECEIVED_SLOTS), channel), count)
-    if length > 0:
-        for index in range(_num_near(ctx, table), num_readers):
+    num_near = _num_near(ctx, table)
+    if (length > 0) & (num_readers > num_near):
+        for index in range(num_near, num_readers):
             rank = _reader(ctx, args, table, below, index)
             start_put(ctx, window_of_collectives(ctx), rank, slot, slot, length, NETWORK)
-    quiet(ctx, NETWORK)
+        quiet(ctx, NETWORK)
     for index in range(num_readers):
         rank = _reader(ctx, args, table, below, index)
         push(ctx, state, channel, protocol.PUSHED_SENT, rank, me, count + 1, NETWORK)
@@ -123,18 +124,19 @@ def _broadcast_channel(ctx, args, fingerprint, channel, x, out, num_bytes, DTYPE
     if is_holder:
         above = _holder(ctx, args, table, tl.maximum(place - 1, 0) // fan_out)
         num_readers = _num_near(ctx, table) + tl.maximum(tl.minimum(num_nodes - below, fan_out), 0)
-    lag = tl.minimum(num_readers, 1)  # meanwhile readers read
     sent, taken, arrived = protocol.PUSHED_SENT, protocol.PUSHED_TAKEN, protocol.PUSHED_ARRIVED
     if above != me:
         push(ctx, state, channel, sent, above, me, first + 1, NETWORK)
     status = tl.cast(control.OK, tl.int64)
-    for step in range(num_pieces):
-        start, count = step * stride + channel * piece, first + step
-        length, reused = tl.maximum(tl.minimum(num_bytes - start, piece), 0), count + 1 - protocol.NUM_SLOTS
+    for step_number in range(num_pieces):
+        channel, step = opaque(channel), opaque(step_number)
+        start, count = (step * word(state, protocol.NUM_CHANNELS) + channel) * piece, first + step
+        length = tl.maximum(tl.minimum(word(args, protocol.MAX_PAIR_BYTES) - start, piece), 0)
+        reused, lag = count + 1 - protocol.NUM_SLOTS, tl.minimum(num_readers, 1)  # meanwhile readers read
         slot = slot_offset(channel_ring(word(state, protocol.RECEIVED_SLOTS), channel), count)
         source = peer(ctx, me) + slot
         if status == control.OK:
-            if is_holder & (step < protocol.NUM_SLOTS):
+            if (step < protocol.NUM_SLOTS) & is_holder:
                 status = _wait_for_everyone(ctx, args, fingerprint, channel, reused)
             if step >= protocol.NUM_SLOTS:
                 status = _meet_readers(ctx, args, fingerprint, channel, below, num_readers, taken, taken, reused,
