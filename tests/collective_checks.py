@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -176,6 +176,38 @@ def check_rounding(comm: epcomm.Communicator, nodes: list[int], num_items: int) 
         check(comm, (dtype, "avg"), comm.allreduce(inputs[comm.rank], "avg"), (total / comm.size).to(dtype))
         found.append(bytes(comm.reduce_scatter(torch.stack([inputs[comm.rank]] * comm.size)).view(torch.uint8).numpy()))
     return found
+
+
+# ---- traffic
+
+
+def traffic(comm: epcomm.Communicator, sent_bytes: Callable[[Callable[[], Any]], int], num_bytes: int) -> list[int]:
+    """What `sent_bytes` counts of a message: two allreduces, of which one is of 16 bits, a reduce and a broadcast."""
+    single, half = torch.ones(num_bytes // 4), torch.ones(num_bytes // 2, dtype=torch.bfloat16)
+    calls = [
+        lambda: comm.allreduce(single),
+        lambda: comm.allreduce(half),
+        lambda: comm.reduce(single, 0),
+        lambda: comm.broadcast(single, 0),
+    ]
+    return [sent_bytes(call) for call in calls]
+
+
+def check_traffic(nodes: list[int], by_rank: list[list[int]], num_bytes: int, within: float) -> None:
+    """A node sends no more than a ring would, but for the sums of several ranks' 16-bit floats, which are float32.
+
+    `by_rank`: what `traffic` of a message of `num_bytes` found; `within`: how far off, as a share of that.
+    """
+    num_nodes = max(nodes) + 1
+    others = (num_nodes - 1) / num_nodes
+    partial = 1 if num_nodes == len(nodes) else 2
+    for node in range(num_nodes):
+        found = [sum(sent[case] for sent, of in zip(by_rank, nodes, strict=True) if of == node) for case in range(4)]
+        wanted = [2 * others, (1 + partial) * others, others + (1 / num_nodes if node else 0), node < num_nodes - 1]
+        if num_nodes == 2:  # each finishes all
+            wanted[2] = node
+        for case, (got, share) in enumerate(zip(found, wanted, strict=True)):
+            assert abs(got - share * num_bytes) < within * num_bytes, (node, case, got / num_bytes, share)
 
 
 # ---- messages

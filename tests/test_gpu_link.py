@@ -105,6 +105,7 @@ LINKED_CALLS = {
     "recv": {"raise"},
     "exchange_network": {"put", "raise", "quiet"},
     "allreduce_rails": {"put", "raise", "quiet"},
+    "broadcast_network": {"put", "raise", "quiet"},
     "exchange_counts": {"put", "raise", "quiet"},
     "dispatch": {"put", "raise", "quiet"},
     "combine": {"put", "raise", "quiet"},

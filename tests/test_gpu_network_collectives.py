@@ -1,11 +1,13 @@
 """Every collective with the GPU target's kernels among ranks of several nodes, by a network late and out of order.
 
 The checks are those of ranks on several hosts, on few cases: the interpreter needs milliseconds for what a kernel does
-in microseconds. Chunks are small, so that little data goes through each slot of the rings several times.
+in microseconds. Chunks are small, so that little data goes through each slot of the rings several times; and messages
+that take two hops are.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,16 +22,21 @@ from collective_checks import (
     check_reductions,
     check_rooted,
     check_rounding,
+    check_traffic,
+    traffic,
 )
 from failure_cases import Raised
 from test_gpu_collectives import ALL_REDUCTIONS, exchange_messages, fail_and_recover
 from test_gpu_network import WORLDS, on_nodes, tell_late
 
 import epcomm
+from epcomm.collectives import algorithms
 from epcomm.errors import MismatchError
 from epcomm.kernels.protocol import collectives as protocol
 
 CHUNK = 2048
+ONE_HOP = CHUNK // 2  # bytes of a message that two nodes reduce in one hop; three nodes: half
+MESSAGE = 6 * CHUNK
 CHUNKS = 5 * CHUNK + 84  # bytes: more chunks than a ring has slots, and a part of one
 PIECES = 5 * CHUNK // 4 + 84  # the same, if a chunk is shared out among four ranks
 REDUCED = [
@@ -60,6 +67,7 @@ every_world = pytest.mark.parametrize(
 def in_small_chunks(comm: epcomm.Communicator, body: Callable[..., Any], *args: Any) -> Any:
     """Interpreted kernels look the size up when they run; the regions were laid out for larger ones."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(algorithms, "ONE_SHOT_BYTES", ONE_HOP)
         patch.setattr(protocol, "CHUNK_BYTES", CHUNK)
         return body(comm, *args)
 
@@ -93,7 +101,61 @@ def test_data_movement(nodes: list[int]) -> None:
     on_nodes(nodes, in_small_chunks, run_movement)
 
 
-@pytest.mark.parametrize("nodes", [WORLDS["1+2"], WORLDS["interleaved"]], ids=["1+2", "interleaved"])
+def run_scatters(comm: epcomm.Communicator) -> None:
+    """By rails: a few bytes over the limit, and of several chunks; 16-bit sums among 4 ranks of a node."""
+    large = [(torch.float32, "avg", (PIECES // 12,)), (torch.bfloat16, "sum", (PIECES // 6 + 1,))]
+    check_reduce_scatter(comm, [(torch.uint8, "max", (ONE_HOP // comm.size + 1,)), *large])
+
+
+def test_reduce_scatter_of_many_ranks_per_node() -> None:
+    on_nodes([0, 0, 1, 0, 0], in_small_chunks, run_scatters)
+
+
+def run_broadcasts(comm: epcomm.Communicator) -> None:
+    """From every rank, down a tree and down a chain of nodes; with a rank behind, and others' use of the same rings."""
+    size, rank = comm.size, comm.rank
+    for call, num_bytes in enumerate([1, CHUNK + 1, 6 * CHUNK * size + 3]):
+        for root in range(size):
+            if root == (rank + call) % size:
+                time.sleep(0.003)
+            x, wanted = (payload(source, (num_bytes,), torch.uint8, call) for source in (rank, root))
+            check(comm, (num_bytes, root), comm.broadcast(x, root), wanted)
+            if root == call:
+                check(comm, (num_bytes, root, "in place"), comm.broadcast(x, root, out=x), wanted)
+                parts = [payload(source, (99,), torch.uint8, call) for source in range(size)]
+                check(comm, ("allgather", num_bytes, root), comm.allgather(parts[rank]), torch.cat(parts))
+
+
+@every_world
+def test_broadcasts(nodes: list[int]) -> None:
+    on_nodes(nodes, in_small_chunks, run_broadcasts)
+
+
+def send_messages(comm: epcomm.Communicator) -> list[int]:
+    network, sent = comm._runtime._proxy, 0
+    put = network.put
+
+    def counted(*words: int) -> None:
+        nonlocal sent
+        sent += words[-1]
+        put(*words)
+
+    def sent_bytes(call: Callable[[], Any]) -> int:
+        before = sent
+        call()
+        return sent - before
+
+    network.put = counted
+    return traffic(comm, sent_bytes, MESSAGE)
+
+
+@pytest.mark.parametrize("nodes", [CHOSEN["1+1+1"], CHOSEN["interleaved"]], ids=["1+1+1", "interleaved"])
+def test_traffic(nodes: list[int]) -> None:
+    """Parts and shares of small chunks are rounded up to a larger share of them."""
+    check_traffic(nodes, on_nodes(nodes, in_small_chunks, send_messages), MESSAGE, within=0.05)
+
+
+@pytest.mark.parametrize("nodes", CHOSEN.values(), ids=CHOSEN)
 def test_rounding(nodes: list[int]) -> None:
     results = on_nodes(nodes, in_small_chunks, check_rounding, nodes, 2_001)
     assert all(result == results[0] for result in results)  # each rank's part had the same inputs
@@ -125,6 +187,7 @@ def test_whole_chunks() -> None:
             inputs = [addend(rank, (140_001 + call,), torch.float32, "sum", call, 2) for rank in range(2)]
             check(comm, call, comm.allreduce(inputs[comm.rank]), reduced(inputs, "sum"))
             check(comm, call, comm.allgather(inputs[comm.rank]), torch.cat(inputs))
+            check(comm, call, comm.broadcast(inputs[comm.rank], call % 2), inputs[call % 2])
 
     on_nodes(WORLDS["1+1"], body)
 

@@ -19,6 +19,8 @@ from collective_checks import (
     check_reduce_scatter,
     check_reductions,
     check_rooted,
+    check_traffic,
+    traffic,
 )
 from host_cases import on_hosts
 
@@ -187,30 +189,13 @@ def sent_bytes(comm: epcomm.Communicator, call: Callable[[], Any]) -> int:
     return total
 
 
-def traffic(comm: epcomm.Communicator) -> list[int]:
-    single, half = torch.ones(MESSAGE // 4), torch.ones(MESSAGE // 2, dtype=torch.bfloat16)
-    calls = [
-        lambda: comm.allreduce(single),
-        lambda: comm.allreduce(half),
-        lambda: comm.reduce(single, 0),
-        lambda: comm.broadcast(single, 0),
-    ]
-    return [sent_bytes(comm, call) for call in calls]
+def send_messages(comm: epcomm.Communicator) -> list[int]:
+    return traffic(comm, lambda call: sent_bytes(comm, call), MESSAGE)
 
 
 @pytest.mark.parametrize("hosts", [[0, 1], *WORLDS.values()], ids=str)
 def test_traffic(hosts: list[int], port: int) -> None:
-    """A host sends no more than a ring would, but for the sums of several ranks' 16-bit floats, which are float32."""
-    by_rank, num_hosts = on_hosts(hosts, port, traffic), max(hosts) + 1
-    others = (num_hosts - 1) / num_hosts
-    partial = 1 if num_hosts == len(hosts) else 2
-    for host in range(num_hosts):
-        found = [sum(sent[case] for sent, of in zip(by_rank, hosts, strict=True) if of == host) for case in range(4)]
-        wanted = [2 * others, (1 + partial) * others, others + (1 / num_hosts if host else 0), host < num_hosts - 1]
-        if num_hosts == 2:  # each finishes all
-            wanted[2] = host
-        for case, (got, share) in enumerate(zip(found, wanted, strict=True)):
-            assert abs(got - share * MESSAGE) < 0.01 * MESSAGE, (host, case, got / MESSAGE, share)
+    check_traffic(hosts, on_hosts(hosts, port, send_messages), MESSAGE, within=0.01)
 
 
 def test_messages_that_take_one_hop() -> None:

@@ -14,7 +14,7 @@ from epcomm.collectives.selection import chosen_algorithm, is_scattered_by_rails
 from epcomm.device.control import GENERATION_SHIFT
 from epcomm.heap.private import PrivateMemory
 from epcomm.kernels.protocol import collectives as protocol
-from epcomm.kernels.protocol.arithmetic import partial_dtype
+from epcomm.kernels.protocol.arithmetic import partial_scale
 from epcomm.kernels.protocol.collectives import CollectiveRegions
 from epcomm.kernels.protocol.nodes import node_table
 from epcomm.kernels.target import Kernel, Target
@@ -107,22 +107,21 @@ class Binder:
         """Of `each` bytes per rank, from these offsets on; where ranks are on several hosts they lie side by side."""
         size, rank = self.runtime.size, self.runtime.rank
         most_members = max(map(self.runtime.nodes.count, self.runtime.nodes))
-        scale = partial_dtype(dtype, op).itemsize // dtype.itemsize
-        by_rails = self.spans_hosts and self.runtime.target.runs_on_threads  # GPUs have no such kernel yet
-        if by_rails and is_scattered_by_rails(size * each, most_members, scale):
-            return self._reduction(text, size * each, dtype, op, "scattered_rails", -1, rank * each, each)
+        scale = partial_scale(dtype, op)
+        if self.spans_hosts and is_scattered_by_rails(size * each, most_members, scale):
+            return self._reduction(text, size * each, dtype, op, "rails", -1, rank * each, each)
         table = [offsets, [each] * size, [0] * size, [each] * size]
         return self.exchange(text, table, each, reduction=(dtype, op))
 
     def _reduction(self, text: str, num_bytes: int, dtype: torch.dtype, op: str, algorithm: str, root: int,
                    kept_offset: int, kept_bytes: int) -> Operation:  # fmt: skip
-        args = self._block()
+        args, are_alone = self._block(), self.num_nodes == self.runtime.size
+        scale = 1 if are_alone else partial_scale(dtype, op)
         args.words[protocol.ROOT] = root
-        args.words[protocol.ARE_ALONE] = self.num_nodes == self.runtime.size
+        args.words[[protocol.ARE_ALONE, protocol.PARTIAL_SCALE]] = are_alone, scale
+        args.words[protocol.NUM_SHARES] = num_shares(num_bytes, self.num_nodes, scale)
         args.words[[protocol.KEPT_OFFSET, protocol.KEPT_BYTES]] = kept_offset, kept_bytes
-        kernel = self.runtime.target.reduce(args.words, algorithm, dtype, op)
-        args.words[protocol.NUM_SHARES] = num_shares(num_bytes, self.num_nodes, int(args.words[protocol.PARTIAL_SCALE]))
-        return self._operation(kernel, args, text)
+        return self._operation(self.runtime.target.reduce(args.words, algorithm, dtype, op), args, text)
 
     def exchange(
         self,

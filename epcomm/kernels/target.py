@@ -95,7 +95,7 @@ class Target(Protocol):
     def reduce(self, args: np.ndarray, algorithm: str, dtype: torch.dtype, op: str) -> Kernel:
         """Allreduce or reduce by "one_shot" or "two_shot"; allreduce by "multimem" where there is `multicast`.
 
-        Among ranks on several hosts by "rails", or by "scattered_rails" a reduce-scatter: this rank keeps KEPT_BYTES.
+        Among ranks on several hosts by "rails"; a reduce-scatter, too: of its result a rank keeps KEPT_BYTES.
         """
 
     def exchange(self, args: np.ndarray, reduction: tuple[torch.dtype, str] | None, spans_hosts: bool) -> Kernel:

@@ -44,6 +44,10 @@ if INTERPRETED:
         """Leaves the core to whoever is waited for."""
         os.sched_yield()
 
+    def opaque(value: Any) -> Any:
+        """The same int64."""
+        return value
+
     def fence_system() -> None:
         """Nothing: interpreted ranks and their network are threads of CPUs, which synchronise by themselves."""
 
@@ -79,6 +83,16 @@ else:
         """Leaves issue slots and the memory system to whoever is waited for."""
         return core.inline_asm_elementwise(
             "nanosleep.u32 40; mov.u32 $0, 0;", "=r", [], dtype=core.int32, is_pure=False, pack=1, _semantic=_semantic
+        )
+
+    @core.extern
+    def opaque(value: Any, _semantic: Any = None) -> Any:
+        """The same int64, of which the compiler knows nothing: what follows from it is computed anew from here on.
+
+        Else a loop keeps in registers, over calls of a network's functions too, whatever doesn't change in it.
+        """
+        return core.inline_asm_elementwise(
+            "mov.b64 $0, $1;", "=l,l", [value], dtype=core.int64, is_pure=False, pack=1, _semantic=_semantic
         )
 
     @core.extern

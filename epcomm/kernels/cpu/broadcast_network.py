@@ -28,8 +28,6 @@ from epcomm.kernels.cpu.nodes import member, node_of, num_members, number_of
 from epcomm.kernels.protocol import collectives as protocol
 from epcomm.kernels.protocol import nodes, sites
 
-_PIECES_PER_HOP = 4  # of a message of middle size: a chain is full for most of the time
-
 
 @device
 def _holder(ctx, args, table, place):
@@ -171,7 +169,7 @@ def _broadcast_channel(ctx, args, channel):
     state, num_bytes = word(args, protocol.STATE), word(args, protocol.MAX_PAIR_BYTES)
     me, size, table = word(ctx, control.RANK), word(ctx, control.SIZE), word(state, protocol.NODES)
     num_channels, num_nodes = word(state, protocol.NUM_CHANNELS), word(table, nodes.NUM_NODES)
-    share = num_bytes // (num_channels * (num_nodes - 1) * _PIECES_PER_HOP) & -64
+    share = num_bytes // (num_channels * (num_nodes - 1) * protocol.PIECES_PER_HOP) & -64
     piece = min(protocol.CHUNK_BYTES, max(protocol.PIECE_BYTES, share))
     stride = piece * num_channels
     num_pieces = max(1, (num_bytes + stride - 1) // stride)  # one so that ranks meet even when there is nothing to move

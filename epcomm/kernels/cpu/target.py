@@ -32,7 +32,6 @@ from epcomm.kernels.cpu.reduction import final_reduction, partial_reduction, red
 from epcomm.kernels.cpu.route import route
 from epcomm.kernels.cpu.row_sum import row_sum
 from epcomm.kernels.protocol import collectives, expert_parallel
-from epcomm.kernels.protocol.arithmetic import partial_dtype
 
 
 class _BoundCall:
@@ -92,11 +91,10 @@ class CpuTarget:
         return barrier
 
     def reduce(self, args: np.ndarray, algorithm: str, dtype: torch.dtype, op: str) -> Kernel:
-        if algorithm in ("rails", "scattered_rails"):
+        if algorithm == "rails":
             is_partial = not args[collectives.ARE_ALONE]
             args[collectives.REDUCE] = partial_reduction(dtype, op).address if is_partial else 0
             args[collectives.FINISH] = (final_reduction if is_partial else reduction)(dtype, op).address
-            args[collectives.PARTIAL_SCALE] = partial_dtype(dtype, op).itemsize // dtype.itemsize if is_partial else 1
             return allreduce_rails
         args[collectives.REDUCE] = reduction(dtype, op).address
         return {"one_shot": allreduce_one_shot, "two_shot": allreduce_two_shot}[algorithm]

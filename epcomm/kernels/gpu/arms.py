@@ -12,11 +12,12 @@ from epcomm.device.gpu.aot import name_of
 from epcomm.device.gpu.bitcode import NETWORKS
 from epcomm.device.gpu.compile import Kernel
 from epcomm.kernels.gpu.target import GpuKernels
+from epcomm.kernels.protocol import collectives
 from epcomm.kernels.protocol.arithmetic import COMBINE_FORMS, ROW_SUM_DTYPES, SWITCH_DTYPES, SWITCH_OPS, supported_ops
 
 _BF16, _F16, _F32, _F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 _INTEGERS = tuple(getattr(torch, f"{sign}int{bits}") for bits in (8, 16, 32, 64) for sign in ("", "u"))
-_NOTHING = np.zeros(0, np.int64)  # for blocks that this target writes nothing into
+_NOTHING = np.zeros(0, np.int64)  # for blocks that this target neither reads nor writes
 
 #: (experts, ranks)
 EXTENTS = ((8, 2), (64, 4), (256, 8), (512, 16))
@@ -61,6 +62,13 @@ REDUCTIONS = (
 MORE_REDUCTIONS = tuple((dtype, op) for dtype in (_BF16, _F16, _F32, _F64, *_INTEGERS) for op in supported_ops(dtype))
 
 
+def _block(root: int = -1, are_alone: bool = False) -> np.ndarray:
+    """What a target reads in a collective's parameter block to choose an arm."""
+    words = np.zeros(collectives.NUM_WORDS, np.int64)
+    words[[collectives.ROOT, collectives.ARE_ALONE]] = root, are_alone
+    return words
+
+
 def arms(everything: bool = False) -> dict[str, Kernel]:
     """Arms by name, such as "dispatch EXPERTS=256 RANKS=8": a representative few, or all that users reach.
 
@@ -84,12 +92,14 @@ def link_arms(everything: bool = False) -> dict[str, Kernel]:
 def _network_arms(network: str, everything: bool) -> Iterator[Kernel]:
     kernels = GpuKernels()
     kernels.network = network
-    yield from (kernels.barrier(), kernels.send(), kernels.recv(), kernels.exchange(_NOTHING, None, True))
-    yield kernels.reduce(_NOTHING, "rails", _BF16, "sum")
+    yield from (kernels.barrier(), kernels.send(), kernels.recv())
+    yield from (kernels.exchange(_block(), None, True), kernels.exchange(_block(root=0), None, True))
+    yield kernels.reduce(_block(), "rails", _BF16, "sum")
     if everything:
         yield from _expert_parallel_arms(kernels, QUANTIZED, COMBINES, QUANTIZED_COMBINES, False)
-        yield kernels.reduce(_NOTHING, "rails", _F32, "sum")
-        yield kernels.exchange(_NOTHING, (_BF16, "sum"), True)
+        yield kernels.reduce(_block(), "rails", _F32, "sum")
+        yield kernels.reduce(_block(are_alone=True), "rails", _BF16, "sum")
+        yield kernels.exchange(_block(), (_BF16, "sum"), True)
     else:
         yield from (kernels.exchange_counts(256, 8), kernels.dispatch(256, 8, False))
         by_rank = kernels.combine(_NOTHING, COMBINES[0], 8, True, None)
@@ -117,10 +127,10 @@ def _arms(
         yield kernels.reduce(_NOTHING, "one_shot", *reduction)
         yield kernels.reduce(_NOTHING, "two_shot", *reduction)
         yield kernels.exchange(_NOTHING, reduction, False)
-    yield kernels.exchange(_NOTHING, None, True)
+    yield from (kernels.exchange(_block(), None, True), kernels.exchange(_block(root=0), None, True))
     for reduction in reductions if everything else reductions[::5]:
-        yield kernels.reduce(_NOTHING, "rails", *reduction)
-        yield kernels.exchange(_NOTHING, reduction, True)
+        yield from (kernels.reduce(_block(are_alone=alone), "rails", *reduction) for alone in (False, True))
+        yield kernels.exchange(_block(), reduction, True)
     for dtype, op in itertools.product(SWITCH_DTYPES, SWITCH_OPS):
         yield kernels.reduce(_NOTHING, "multimem", dtype, op)
 

@@ -29,10 +29,13 @@ def reduction_constants(dtype: torch.dtype, op: str) -> dict[str, Any]:
     return {"DTYPE": triton_dtype(dtype), "OP": op}
 
 
-def partial_constants(dtype: torch.dtype, op: str) -> dict[str, Any]:
-    """Those of a kernel that reduces in two steps: DTYPE is (the inputs' and the result's, that of partial results)."""
+def partial_constants(dtype: torch.dtype, op: str, are_inputs: bool) -> dict[str, Any]:
+    """Those of a kernel that reduces in two steps: DTYPE is (the inputs' and the result's, that of partial results).
+
+    `are_inputs`: each partial result is one input, and nothing is rounded in between.
+    """
     dtype, op = canonical_reduction(dtype, op)
-    return {"DTYPE": (triton_dtype(dtype), triton_dtype(partial_dtype(dtype, op))), "OP": op}
+    return {"DTYPE": (triton_dtype(dtype), triton_dtype(dtype if are_inputs else partial_dtype(dtype, op))), "OP": op}
 
 
 @device

@@ -20,6 +20,7 @@ from epcomm.kernels.gpu.allreduce_one_shot import allreduce_one_shot
 from epcomm.kernels.gpu.allreduce_rails import allreduce_rails
 from epcomm.kernels.gpu.allreduce_two_shot import allreduce_two_shot
 from epcomm.kernels.gpu.barrier import barrier
+from epcomm.kernels.gpu.broadcast_network import broadcast_network
 from epcomm.kernels.gpu.combine import combine
 from epcomm.kernels.gpu.combine_receive import combine_receive
 from epcomm.kernels.gpu.counts import exchange_counts
@@ -31,6 +32,7 @@ from epcomm.kernels.gpu.point_to_point import recv, send
 from epcomm.kernels.gpu.quantized_rows import FORMS
 from epcomm.kernels.gpu.reduction import partial_constants, reduction_constants
 from epcomm.kernels.gpu.route import route
+from epcomm.kernels.protocol import collectives
 from epcomm.kernels.protocol.arithmetic import check_row_sum
 
 _REDUCTIONS = {"one_shot": allreduce_one_shot, "two_shot": allreduce_two_shot, "multimem": allreduce_multimem}
@@ -46,11 +48,14 @@ class GpuKernels:
 
     def reduce(self, args: np.ndarray, algorithm: str, dtype: torch.dtype, op: str) -> Kernel:
         if algorithm == "rails":
-            return allreduce_rails.made_for(**partial_constants(dtype, op), NETWORK=self.network)
+            constants = partial_constants(dtype, op, bool(args[collectives.ARE_ALONE]))
+            return allreduce_rails.made_for(**constants, NETWORK=self.network)
         return _REDUCTIONS[algorithm].made_for(**reduction_constants(dtype, op))
 
     def exchange(self, args: np.ndarray, reduction: tuple[torch.dtype, str] | None, spans_hosts: bool) -> Kernel:
         constants = NO_REDUCTION if reduction is None else reduction_constants(*reduction)
+        if spans_hosts and args[collectives.ROOT] >= 0:
+            return broadcast_network.made_for(NETWORK=self.network)
         if spans_hosts:
             return exchange_network.made_for(**constants, NETWORK=self.network)
         return exchange.made_for(**constants)

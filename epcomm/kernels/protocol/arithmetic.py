@@ -63,6 +63,11 @@ def partial_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
     return torch.float32 if is_rounded else dtype
 
 
+def partial_scale(dtype: torch.dtype, op: str) -> int:
+    """Bytes of some ranks' partial result per byte of an input."""
+    return partial_dtype(dtype, op).itemsize // dtype.itemsize
+
+
 def check_row_sum(*dtypes: torch.dtype) -> None:
     """Raises UnsupportedError unless rows of all these dtypes can be summed."""
     for dtype in dtypes:

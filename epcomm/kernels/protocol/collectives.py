@@ -19,6 +19,7 @@ CHUNK_BYTES = 512 << 10  # a chunk of every rank stays in cache: 32-128 KiB were
 NUM_SLOTS = 4
 PIECE_BYTES = 64 << 10  # of a point-to-point message
 INBOX_NUM_SLOTS = 4
+PIECES_PER_HOP = 4  # of a broadcast of middle size: a chain of nodes is full for most of the time
 PARTIAL_BYTES = 2 * CHUNK_BYTES  # of one node's partial result of a chunk: sums of 16-bit floats are float32
 
 # ---- parameter block: words that every call sets, then (from 7) those that binding sets
