@@ -31,7 +31,8 @@ class Layer(torch.nn.Module):
         padded = torch.cat([self.scale, self.scale.new_zeros(1, self.scale.shape[1])])
         if self.layout == "padded":
             is_real = torch.arange(received.x.shape[1]) < received.expert_counts[:, None]
-            y = torch.where(is_real[..., None], received.x * self.scale[:, None], 0)
+            # what is undefined may be NaN, which is NaN times a gradient of 0 too
+            y = torch.where(is_real[..., None], received.x, 0) * self.scale[:, None]
         elif is_flat:
             y = received.x * (padded[received.topk_idx.long()] * received.topk_weights[..., None]).sum(dim=1)
         else:
