@@ -9,6 +9,7 @@ import torch
 
 from epcomm.collectives.bind import Binder
 from epcomm.collectives.ops import Collectives
+from epcomm.collectives.plan import Plan
 from epcomm.collectives.point_to_point import PointToPoint
 from epcomm.errors import ConfigError
 from epcomm.hub import Hub
@@ -105,7 +106,7 @@ class Communicator:
         op: str = "sum",
         *,
         out: torch.Tensor | None = None,
-        algorithm: str = "auto",
+        algorithm: str | Plan = "auto",
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
@@ -119,7 +120,7 @@ class Communicator:
         return self._collectives.allreduce(x, op, out, algorithm, async_op, timeout)
 
     def bind_allreduce(
-        self, x: torch.Tensor, op: str = "sum", *, out: torch.Tensor | None = None, algorithm: str = "auto"
+        self, x: torch.Tensor, op: str = "sum", *, out: torch.Tensor | None = None, algorithm: str | Plan = "auto"
     ) -> Callable[[], torch.Tensor]:
         """A function that allreduces `x` into `out` (default: in place) with addresses resolved once, for hot loops."""
         return self._collectives.bind_allreduce(x, op, out, algorithm)
@@ -131,17 +132,24 @@ class Communicator:
         op: str = "sum",
         *,
         out: torch.Tensor | None = None,
+        algorithm: str | Plan = "auto",
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
         """Like `allreduce`, with the result on rank `dst` only; the others get None."""
-        return self._collectives.reduce(x, dst, op, out, async_op, timeout)
+        return self._collectives.reduce(x, dst, op, out, algorithm, async_op, timeout)
 
     def allgather(
-        self, x: torch.Tensor, *, out: torch.Tensor | None = None, async_op: bool = False, timeout: float | None = None
+        self,
+        x: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        algorithm: str | Plan = "auto",
+        async_op: bool = False,
+        timeout: float | None = None,
     ) -> Any:
         """All ranks' `x`, concatenated on dim 0 in rank order."""
-        return self._collectives.allgather(x, out, async_op, timeout)
+        return self._collectives.allgather(x, out, algorithm, async_op, timeout)
 
     def gather(
         self,
@@ -161,11 +169,12 @@ class Communicator:
         src: int = 0,
         *,
         out: torch.Tensor | None = None,
+        algorithm: str | Plan = "auto",
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
         """Rank `src`'s `x`; elsewhere `x` gives shape and dtype (``out=x`` receives into it)."""
-        return self._collectives.broadcast(x, src, out, async_op, timeout)
+        return self._collectives.broadcast(x, src, out, algorithm, async_op, timeout)
 
     def scatter(
         self,
@@ -185,17 +194,24 @@ class Communicator:
         op: str = "sum",
         *,
         out: torch.Tensor | None = None,
+        algorithm: str | Plan = "auto",
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
         """This rank's part (dim 0 split evenly) of the reduction of all ranks' `x`."""
-        return self._collectives.reduce_scatter(x, op, out, async_op, timeout)
+        return self._collectives.reduce_scatter(x, op, out, algorithm, async_op, timeout)
 
     def alltoall(
-        self, x: torch.Tensor, *, out: torch.Tensor | None = None, async_op: bool = False, timeout: float | None = None
+        self,
+        x: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        algorithm: str | Plan = "auto",
+        async_op: bool = False,
+        timeout: float | None = None,
     ) -> Any:
         """Part r of the result (dim 0 split evenly) is part `rank` of rank r's `x`."""
-        return self._collectives.alltoall(x, out, async_op, timeout)
+        return self._collectives.alltoall(x, out, algorithm, async_op, timeout)
 
     def alltoallv(
         self,

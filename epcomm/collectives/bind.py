@@ -28,13 +28,13 @@ class Binder:
     """The state block of a communicator's collectives, and its bound operations by request."""
 
     def __init__(self, runtime: Runtime, regions: CollectiveRegions, num_channels: int):
-        self.runtime, self.num_channels, self._copies = runtime, num_channels, regions.copies
+        self.runtime, self.num_channels, self.regions = runtime, num_channels, regions
         self._memory = runtime.target.private(8 * (protocol.CHUNKS + 2 * num_channels))
         self._sources = runtime.target.private(8 * num_channels * runtime.size)  # only kernels use it
         self._state = self._memory.array.view(np.int64)
         self._state[protocol.MULTICAST] = runtime.target.multicast(runtime.collectives)
         self.has_multicast = bool(self._state[protocol.MULTICAST])
-        self._nodes = _private_words(runtime.target, node_table(runtime.nodes))
+        self._nodes = private_words(runtime.target, node_table(runtime.nodes))
         self.spans_hosts = max(runtime.nodes) > 0
         self._state[protocol.NODES] = self._nodes.address
         self._state[protocol.PUSHED_WORDS : protocol.PARTIAL_SLOTS + 1] = (
@@ -78,11 +78,12 @@ class Binder:
             self.bound.clear()
         self.bound[key] = operation
 
-    def _operation(self, kernel: Kernel, args: ParameterBlock, text: str, table: Any = None) -> Operation:
+    def operation(self, kernel: Kernel, args: ParameterBlock, text: str, table: Any = None) -> Operation:
         """Binds a kernel; the operation keeps alive what its parameter block points to."""
         return self.runtime.operation(kernel, args, text, keep=(self._memory, self._nodes, self._sources, table))
 
-    def _block(self) -> ParameterBlock:
+    def block(self) -> ParameterBlock:
+        """The parameters that all collectives have."""
         args = ParameterBlock(self.runtime.target, protocol.NUM_WORDS)
         args.words[protocol.STATE] = self._memory.address
         args.words[protocol.SOURCES] = self._sources.address
@@ -91,14 +92,14 @@ class Binder:
 
     def barrier(self, text: str) -> Operation:
         """A barrier in which all ranks must pass the same text."""
-        return self._operation(self.runtime.target.barrier(), self._block(), text)
+        return self.operation(self.runtime.target.barrier(), self.block(), text)
 
     def reduce(self, text: str, num_bytes: int, dtype: torch.dtype, op: str, algorithm: str, root: int) -> Operation:
         """Allreduce, or with `root` >= 0 a reduce to that rank."""
-        args = self._block()
+        args = self.block()
         args.words[protocol.ROOT] = root
         chosen = chosen_algorithm(algorithm, num_bytes, self.spans_hosts)
-        return self._operation(self.runtime.target.reduce(args.words, chosen, dtype, op), args, text)
+        return self.operation(self.runtime.target.reduce(args.words, chosen, dtype, op), args, text)
 
     def exchange(
         self,
@@ -111,17 +112,17 @@ class Binder:
     ) -> Operation | CopyMove:
         """Data movement. `table`: send offsets, send bytes, receive offsets, receive bytes, each by peer."""
         if self.runtime.target.copy_engine_bytes and reduction is None:
-            return CopyMove(self.runtime, self.barrier(text), self._copies, table, max_pair_bytes, shared)
-        args = self._block()
-        memory = _private_words(self.runtime.target, itertools.chain(*table))
+            return CopyMove(self.runtime, self.barrier(text), self.regions.copies, table, max_pair_bytes, shared)
+        args = self.block()
+        memory = private_words(self.runtime.target, itertools.chain(*table))
         args.words[protocol.TABLE] = memory.address
         args.words[protocol.MAX_PAIR_BYTES] = max_pair_bytes
         args.words[protocol.SHARED] = shared
         kernel = self.runtime.target.exchange(args.words, reduction, self.spans_hosts)
-        return self._operation(kernel, args, text, memory)
+        return self.operation(kernel, args, text, memory)
 
 
-def _private_words(target: Target, words: Iterable[int]) -> PrivateMemory:
+def private_words(target: Target, words: Iterable[int]) -> PrivateMemory:
     """A table for kernels."""
     values = np.array([*words], dtype=np.int64)
     memory = target.private(values.nbytes)

@@ -25,7 +25,9 @@ from epcomm.collectives.checks import (
     is_plain,
 )
 from epcomm.collectives.copy_engine import CopyMove
-from epcomm.collectives.selection import check_algorithm
+from epcomm.collectives.plan import Plan
+from epcomm.collectives.planned import PlanBinder, PlannedCollective
+from epcomm.collectives.selection import ALGORITHMS, check_algorithm
 from epcomm.device.cpu.memory import STREAMING_BYTES
 from epcomm.errors import ConfigError, UnsupportedError
 from epcomm.kernels.protocol.arithmetic import supported_ops
@@ -58,6 +60,7 @@ class Collectives:
 
     def __init__(self, runtime: Runtime, binder: Binder, fifo: Fifo):
         self.runtime, self._binder, self._fifo = runtime, binder, fifo
+        self._plans = PlanBinder(binder)
         self._everyone, self._device = range(runtime.size), runtime.target.device
 
     def _where(self, name: str) -> str:
@@ -85,6 +88,28 @@ class Collectives:
         operation = self._binder.cached("barrier", lambda: self._binder.barrier("barrier()"))
         self._call(operation, (), None, None, False, timeout)
 
+    # ---- by plans
+
+    def _planned(self, kind: str, x: torch.Tensor, result: torch.Tensor | None, algorithm: str | Plan, op: str,
+                 root: int) -> tuple[PlannedCollective, tuple[int, ...]]:  # fmt: skip
+        """A plan bound to this request, and its call words."""
+        where, binder = self._where(kind), self._binder
+        planned = binder.cached(
+            (kind, x.shape, x.dtype, op, root, algorithm), lambda: self._plans.bind(where, kind, algorithm, x, op, root)
+        )
+        num_input, num_output = _num_bytes(x), 0 if result is None else _num_bytes(result)
+        out = 0 if result is None else result.data_ptr()
+        planned.check_placement(where, x.data_ptr(), num_input, out, num_output)
+        return planned, (x.data_ptr(), out, num_input, num_output > STREAMING_BYTES)
+
+    def _run_plan(self, kind: str, x: torch.Tensor, result: torch.Tensor | None, algorithm: str | Plan, async_op: bool,
+                  timeout: float | None, op: str = "", root: int = 0) -> Any:  # fmt: skip
+        """Runs a plan, or the plan of the algorithm that is named, from x (contiguous) to result."""
+        planned, values = self._planned(kind, x, result, algorithm, op, root)
+        return self._call(planned.operation, values, (x, result), result, async_op, timeout)
+
+    # ---- reductions
+
     def _bind_reduce(self, name: str, x: torch.Tensor, op: str, algorithm: str, root: int) -> Operation:
         where = self._where(name)
         self._check_op(where, x.dtype, op)
@@ -99,7 +124,7 @@ class Collectives:
             raise ConfigError(f"{where}: argument `op`: wanted one of {supported_ops(dtype)} for {dtype}, got {op!r}")
 
     @_rejecting
-    def allreduce(self, x: torch.Tensor, op: str, out: torch.Tensor | None, algorithm: str, async_op: bool,
+    def allreduce(self, x: torch.Tensor, op: str, out: torch.Tensor | None, algorithm: str | Plan, async_op: bool,
                   timeout: float | None) -> Any:  # fmt: skip
         if not is_plain(x, self._device):
             x = check_tensor(self._where("allreduce"), "x", x, self._device).contiguous()
@@ -107,6 +132,10 @@ class Collectives:
             self._check_op(self._where("allreduce"), x.dtype, op)
         operation = self._binder.bound.get((x.shape, x.dtype, op, algorithm))
         if operation is None:
+            if algorithm not in ALGORITHMS:
+                self._check_op(self._where("allreduce"), x.dtype, op)
+                result = check_out(self._where("allreduce"), out, x.shape, x)
+                return self._run_plan("allreduce", x, result, algorithm, async_op, timeout, op)
             operation = self._bind_reduce("allreduce", x, op, algorithm, -1)
             self._binder.remember((x.shape, x.dtype, op, algorithm), operation)
         result = torch.empty_like(x) if out is None else check_out(self._where("allreduce"), out, x.shape, x)
@@ -115,15 +144,22 @@ class Collectives:
         return self._call(operation, values, x, result, async_op, timeout)
 
     @_rejecting
-    def bind_allreduce(self, x: torch.Tensor, op: str, out: torch.Tensor | None, algorithm: str) -> Callable[[], Any]:
+    def bind_allreduce(
+        self, x: torch.Tensor, op: str, out: torch.Tensor | None, algorithm: str | Plan
+    ) -> Callable[[], Any]:
         where = self._where("bind_allreduce")
         data = check_tensor(where, "x", x, self._device)
         if data.data_ptr() != x.data_ptr() or not data.is_contiguous():
             raise ConfigError(f"{where}: argument `x`: wanted a contiguous tensor, got strides {x.stride()}")
         result = check_out(where, x if out is None else out, x.shape, x)
-        operation = self._bind_reduce("allreduce", x, op, algorithm, -1)
         num_bytes = _num_bytes(x)
-        values = (x.data_ptr(), result.data_ptr(), num_bytes, num_bytes > STREAMING_BYTES)
+        values: tuple[int, ...] = (x.data_ptr(), result.data_ptr(), num_bytes, num_bytes > STREAMING_BYTES)
+        if algorithm in ALGORITHMS:
+            operation = self._bind_reduce("allreduce", x, op, algorithm, -1)
+        else:
+            self._check_op(where, x.dtype, op)
+            planned, values = self._planned("allreduce", x, result, algorithm, op, 0)
+            operation = planned.operation
         launch, fifo, runtime = self.runtime.bind(operation, *values), self._fifo, self.runtime
 
         def call(keep: Any = (x, result)) -> torch.Tensor:
@@ -136,14 +172,17 @@ class Collectives:
         return call
 
     @_rejecting
-    def reduce(self, x: torch.Tensor, dst: int, op: str, out: torch.Tensor | None, async_op: bool,
-               timeout: float | None) -> Any:  # fmt: skip
+    def reduce(self, x: torch.Tensor, dst: int, op: str, out: torch.Tensor | None, algorithm: str | Plan,
+               async_op: bool, timeout: float | None) -> Any:  # fmt: skip
         where = self._where("reduce")
         x, dst = check_tensor(where, "x", x, self._device), check_rank(where, "dst", dst, self.runtime.size)
-        key = ("reduce", x.shape, x.dtype, op, dst)
-        operation = self._binder.cached(key, lambda: self._bind_reduce("reduce", x, op, "auto", dst))
         source, num_bytes = x.contiguous(), _num_bytes(x)
         result = check_out(where, out, x.shape, x) if self.runtime.rank == dst else None
+        if algorithm != "auto":
+            self._check_op(where, x.dtype, op)
+            return self._run_plan("reduce", source, result, algorithm, async_op, timeout, op, dst)
+        key = ("reduce", x.shape, x.dtype, op, dst)
+        operation = self._binder.cached(key, lambda: self._bind_reduce("reduce", x, op, "auto", dst))
         values = (source.data_ptr(), 0 if result is None else result.data_ptr(), num_bytes, num_bytes > STREAMING_BYTES)
         return self._call(operation, values, (source, result), result, async_op, timeout)
 
@@ -175,8 +214,9 @@ class Collectives:
         return self._fifo.call(run, async_op, text)
 
     @_rejecting
-    def allgather(self, x: torch.Tensor, out: torch.Tensor | None, async_op: bool, timeout: float | None) -> Any:
-        return self._gather("allgather", x, -1, out, async_op, timeout)
+    def allgather(self, x: torch.Tensor, out: torch.Tensor | None, algorithm: str | Plan, async_op: bool,
+                  timeout: float | None) -> Any:  # fmt: skip
+        return self._gather("allgather", x, -1, out, async_op, timeout, algorithm)
 
     @_rejecting
     def gather(self, x: torch.Tensor, dst: int, out: torch.Tensor | None, async_op: bool,
@@ -185,12 +225,14 @@ class Collectives:
         return self._gather("gather", x, dst, out, async_op, timeout)
 
     def _gather(self, name: str, x: torch.Tensor, dst: int, out: torch.Tensor | None, async_op: bool,
-                timeout: float | None) -> Any:  # fmt: skip
+                timeout: float | None, algorithm: str | Plan = "auto") -> Any:  # fmt: skip
         where = self._where(name)
         x = check_tensor(where, "x", x, self._device)
         receives = dst in (-1, self.runtime.rank)
         shape = (self.runtime.size * x.shape[0], *x.shape[1:]) if x.dim() else (self.runtime.size,)
         result = check_out(where, out, shape, x) if receives else None
+        if algorithm != "auto":
+            return self._run_plan(name, x.contiguous(), result, algorithm, async_op, timeout)
         size, each = self.runtime.size, _num_bytes(x)
 
         def bind() -> Operation | CopyMove:
@@ -203,12 +245,14 @@ class Collectives:
         return self._move((name, x.shape, x.dtype, dst), bind, x.contiguous(), result, async_op, timeout)
 
     @_rejecting
-    def broadcast(self, x: torch.Tensor, src: int, out: torch.Tensor | None, async_op: bool,
+    def broadcast(self, x: torch.Tensor, src: int, out: torch.Tensor | None, algorithm: str | Plan, async_op: bool,
                   timeout: float | None) -> Any:  # fmt: skip
         where = self._where("broadcast")
         x, size = check_tensor(where, "x", x, self._device), self.runtime.size
         check_rank(where, "src", src, size)
         result, each = check_out(where, out, x.shape, x), _num_bytes(x)
+        if algorithm != "auto":
+            return self._run_plan("broadcast", x.contiguous(), result, algorithm, async_op, timeout, root=src)
 
         def bind() -> Operation | CopyMove:
             sends = [each if self.runtime.rank == src else 0] * size
@@ -244,13 +288,15 @@ class Collectives:
         return self._move(("scatter", result.shape, result.dtype, src), bind, x.contiguous(), result, async_op, timeout)
 
     @_rejecting
-    def reduce_scatter(self, x: torch.Tensor, op: str, out: torch.Tensor | None, async_op: bool,
-                       timeout: float | None) -> Any:  # fmt: skip
+    def reduce_scatter(self, x: torch.Tensor, op: str, out: torch.Tensor | None, algorithm: str | Plan,
+                       async_op: bool, timeout: float | None) -> Any:  # fmt: skip
         where, size = self._where("reduce_scatter"), self.runtime.size
         x = check_tensor(where, "x", x, self._device)
         rows = check_divisible(where, x, size)
         self._check_op(where, x.dtype, op)
         result = check_out(where, out, (rows, *x.shape[1:]), x)
+        if algorithm != "auto":
+            return self._run_plan("reduce_scatter", x.contiguous(), result, algorithm, async_op, timeout, op)
         each = _num_bytes(result)
 
         def bind() -> Operation | CopyMove:
@@ -262,11 +308,14 @@ class Collectives:
         return self._move(("reduce_scatter", x.shape, x.dtype, op), bind, x.contiguous(), result, async_op, timeout)
 
     @_rejecting
-    def alltoall(self, x: torch.Tensor, out: torch.Tensor | None, async_op: bool, timeout: float | None) -> Any:
+    def alltoall(self, x: torch.Tensor, out: torch.Tensor | None, algorithm: str | Plan, async_op: bool,
+                 timeout: float | None) -> Any:  # fmt: skip
         where, size = self._where("alltoall"), self.runtime.size
         x = check_tensor(where, "x", x, self._device)
         check_divisible(where, x, size)
         result, each = check_out(where, out, x.shape, x), _num_bytes(x) // size
+        if algorithm != "auto":
+            return self._run_plan("alltoall", x.contiguous(), result, algorithm, async_op, timeout)
 
         def bind() -> Operation | CopyMove:
             offsets = [rank * each for rank in self._everyone]
@@ -283,7 +332,7 @@ class Collectives:
         if x.dim() == 0:
             raise ConfigError(f"{where}: argument `x`: wanted at least 1 dimension, got a scalar")
         sends = check_splits(where, "send_splits", send_splits, x.shape[0], size)
-        matrix = self.allgather(torch.tensor([sends], device=self._device), None, False, timeout)
+        matrix = self.allgather(torch.tensor([sends], device=self._device), None, "auto", False, timeout)
         receives = matrix[:, rank].tolist()
         if recv_splits is not None and check_splits(where, "recv_splits", recv_splits, None, size) != receives:
             raise ConfigError(

@@ -95,6 +95,12 @@ class Target(Protocol):
     def exchange(self, args: np.ndarray, reduction: tuple[torch.dtype, str] | None, spans_hosts: bool) -> Kernel:
         """Data movement, or with a reduction a reduce-scatter."""
 
+    def plan_workers(self, num_programs: int) -> int:
+        """How many programs run a plan where `num_programs` run other operations: those must run side by side."""
+
+    def execute_plan(self, args: np.ndarray, reduction: tuple[torch.dtype, str] | None) -> Kernel:
+        """What runs plans, with a reduction or without."""
+
     def send(self) -> Kernel: ...
 
     def recv(self) -> Kernel: ...

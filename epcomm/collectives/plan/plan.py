@@ -161,6 +161,17 @@ class Plan:
     def num_ranks(self) -> int:
         return self.collective.num_ranks
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Computed once: bound operations are looked up by their plan."""
+        try:
+            return hash((self.name, self.collective, self.programs, self.scratch_chunks, self.fifo_depth))
+        except TypeError:
+            raise ConfigError(f"plan {self.name}: wanted tuples throughout, so that it can't change; got lists") from None
+
     @cached_property
     def num_steps(self) -> int:
         return sum(len(program.steps) for programs in self.programs for program in programs)

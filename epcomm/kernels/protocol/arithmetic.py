@@ -57,6 +57,16 @@ def canonical_reduction(dtype: torch.dtype, op: str) -> tuple[torch.dtype, str]:
     return dtype, op
 
 
+def has_finish(op: str) -> bool:
+    """True if a reduction does something to what it has accumulated."""
+    return op == "avg"
+
+
+def sum_of(op: str) -> str:
+    """The reduction that accumulates what `op` finishes."""
+    return "sum" if has_finish(op) else op
+
+
 def check_row_sum(*dtypes: torch.dtype) -> None:
     """Raises UnsupportedError unless rows of all these dtypes can be summed."""
     for dtype in dtypes:

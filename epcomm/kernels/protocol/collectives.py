@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from epcomm.device.control import LINE, control_region_bytes
 from epcomm.heap.layout import Layout
+from epcomm.kernels.protocol.plans import plan_word_lines
 
 ONE_SHOT_BYTES = 32 << 10  # larger messages go in two shots, where they cost less traffic
 TINY_BYTES = LINE - 8  # these share a line with their flag
@@ -26,12 +27,13 @@ X, OUT, NUM_BYTES = range(3)
 STREAMING = 3
 STATE, REDUCE, SOURCES = 7, 8, 9  # addresses: state block, reduction, an array of [channels, size] addresses
 ROOT = 10  # the rank that gets the result, or -1: all do
-TABLE = 11  # exchange: address of [4, size] words, see below
+TABLE = 11  # exchange: address of [4, size] words, see below; plans: of the table, see `plans`
 SHARED = 12  # exchange: 1 if every receiver reads the same staged bytes
 MAX_PAIR_BYTES = 13  # exchange: the most that any rank sends to any other; the same on all ranks
-FINISH = 14  # rails: address of the reduction of the nodes' partial results
+FINISH = 14  # address of what makes results: rails: of the nodes' partial results; plans: of sums, or 0
 PARTIAL_SCALE = 15  # rails: bytes of a partial result per byte of the message
-NUM_WORDS = 16
+COUNTS, DONE, SCRATCH = 16, 17, 18  # plans: addresses: counts of messages, words of programs (a line each), chunks
+NUM_WORDS = 19
 # rows of an exchange's table: byte offsets in x and out, and byte counts, by peer
 SEND_OFFSET, SEND_BYTES, RECEIVE_OFFSET, RECEIVE_BYTES = range(4)
 
@@ -93,6 +95,9 @@ class CollectiveRegions:
     inbox: int  # [size, INBOX_BYTES], one per sender
     outbox: int  # [size, INBOX_BYTES], one per receiver
     copies: int  # staging of data movement by copies
+    plan_words: int  # see `plans`
+    fifos: int  # [fifo_bytes], of plans: the rings above
+    fifo_bytes: int
     size: int  # of the whole segment
 
 
@@ -107,7 +112,7 @@ def collective_regions(
     layout = Layout()
     layout.add("control", control_region_bytes(size))
     spans, slots = num_nodes > 1, num_channels * NUM_SLOTS
-    return CollectiveRegions(
+    regions = dict(
         barrier=layout.add("barrier", size * LINE, LINE),
         words=layout.add("words", num_channels * CHANNEL_WORDS * LINE, LINE),
         pushed=layout.add("pushed", spans * num_channels * NUM_PUSHED * size * LINE, LINE),
@@ -124,5 +129,8 @@ def collective_regions(
         inbox=layout.add("inbox", size * INBOX_BYTES),
         outbox=layout.add("outbox", spans * size * INBOX_BYTES),
         copies=layout.add("copies", copy_bytes),
-        size=layout.size,
+        plan_words=layout.add("plan_words", (not spans) * plan_word_lines(size) * LINE, LINE),
     )
+    # Nobody is in another collective when a plan's messages are sent, and none of them is left when it ends.
+    fifos, end = regions["staged"], regions["sent"] + slots * CHUNK_BYTES
+    return CollectiveRegions(**regions, fifos=fifos, fifo_bytes=end - fifos, size=layout.size)

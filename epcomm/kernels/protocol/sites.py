@@ -16,6 +16,7 @@ ROUTE_COUNTS = 9
 DISPATCH_GRANT, DISPATCH_ROWS, DISPATCH_READ = 10, 11, 12
 COMBINE_READ, COMBINE_READY, COMBINE_WEIGHTED = 13, 14, 15
 EXCHANGE_FORWARDED, RAILS_PARTIAL = 16, 17
+PLAN_ARRIVED, PLAN_MESSAGE, PLAN_SLOT, PLAN_STEP = 18, 19, 20, 21
 
 _TEXTS = {
     OUTBOX_SITE: "to take what was sent to it before (WAR)",
@@ -27,6 +28,10 @@ _TEXTS = {
     EXCHANGE_TAKEN: "to take the chunk whose slot is needed (WAR)",
     EXCHANGE_FORWARDED: "to stage a chunk that another rank passes on (RAW)",
     RAILS_PARTIAL: "to reduce its host's part of a chunk (RAW)",
+    PLAN_ARRIVED: "to begin the plan (WAR)",
+    PLAN_MESSAGE: "to send the plan's next message (RAW)",
+    PLAN_SLOT: "to take the message whose slot is needed (WAR)",
+    PLAN_STEP: "to do a step of the plan that others of its rank follow",
     MESSAGE_SENT: "to send (RAW)",
     MESSAGE_TAKEN: "to receive what was sent before (WAR)",
     ROUTE_COUNTS: "to send its token counts (RAW)",

@@ -1,0 +1,125 @@
+"""Collectives by plans: a plan that is given, or made by the algorithm that is named; proven, lowered, bound once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from epcomm.collectives.algorithms import ALGORITHMS
+from epcomm.collectives.bind import Binder, private_words
+from epcomm.collectives.plan import Plan
+from epcomm.collectives.plan.conditions import ROOTED
+from epcomm.collectives.plan.lower import Fifos, lower, prove, scratch_bytes
+from epcomm.device.control import GENERATION_SHIFT, LINE
+from epcomm.errors import ConfigError, PlanError, UnsupportedError
+from epcomm.kernels.protocol import collectives as protocol
+from epcomm.kernels.protocol.arithmetic import has_finish
+from epcomm.kernels.protocol.plans import MAX_CHANNELS
+from epcomm.operation import Operation
+
+_MOST_CHANNELS = 8  # of plans made here; more would leave their FIFOs little memory
+
+
+@functools.lru_cache(maxsize=256)
+def _made_plan(name: str, kind: str, size: int, root: int, channels: int) -> Plan:
+    return ALGORITHMS[name].plan(kind, size, root=root, channels=channels)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCollective:
+    """A plan bound to a shape, dtype and reduction: the operation that runs it, and how it may lie in memory.
+
+    `first_output` is where the output begins, in bytes from the input's beginning, when it works in place.
+    """
+
+    operation: Operation
+    plan: Plan
+    first_output: int
+
+    def check_placement(self, where: str, x: int, num_input: int, out: int, num_output: int) -> None:
+        """ConfigError unless the plan is meant for input and output at these addresses, of so many bytes."""
+        if 0 in (num_input, num_output):
+            return
+        plan = f"{where}: argument `out`: plan {self.plan.name}"
+        if out == x + self.first_output:
+            if not self.plan.in_place:
+                raise ConfigError(f"{plan} works out of place only: wanted memory of its own, got `x`'s")
+        elif x < out + num_output and out < x + num_input:
+            raise ConfigError(f"{plan}: shares memory with `x`, but not as in place")
+        elif not self.plan.out_of_place:
+            raise ConfigError(f"{plan} works in place only: wanted `x`'s memory, got other")
+
+
+class PlanBinder:
+    """The memory that all plans of a communicator share, and operations that run them."""
+
+    def __init__(self, binder: Binder):
+        self._binder, self._runtime, regions = binder, binder.runtime, binder.regions
+        target, size = self._runtime.target, self._runtime.size
+        self._fifos = Fifos(size, regions.plan_words, regions.fifos, regions.fifo_bytes)
+        self._num_workers = target.plan_workers(binder.num_channels)
+        self._counts = target.private(8 * 2 * MAX_CHANNELS * size)
+        self._done = target.private(LINE * self._num_workers)
+        self.start_generation(self._runtime.generation)
+        self._runtime.on_reset(self)
+
+    def start_generation(self, generation: int) -> None:
+        """FIFOs count from above all that earlier generations counted; no step is done."""
+        self._counts.array.view(np.int64)[:] = generation << GENERATION_SHIFT
+        self._counts.publish()
+        self._done.refresh()
+        self._done.array[:] = 0
+        self._done.publish()
+
+    def bind(self, where: str, kind: str, algorithm: Plan | str, x: torch.Tensor, op: str, root: int) -> PlannedCollective:
+        """Binds a plan to the shape and dtype of `x`; `op` is empty where nothing is reduced.
+
+        ConfigError if the plan is wrong, or not one of this collective among these ranks; its text says why.
+        """
+        plan = self._plan(where, kind, algorithm, root)
+        runtime, collective = self._runtime, plan.collective
+        if self._binder.spans_hosts:
+            raise UnsupportedError(f"{where}: plans need ranks that share memory, and these are on several hosts")
+        unit_bytes = x.numel() * x.element_size() // (runtime.size if kind in ("reduce_scatter", "alltoall") else 1)
+        try:
+            proven = prove(plan)
+            table = lower(proven, runtime.rank, self._num_workers, unit_bytes, self._fifos, has_finish(op))
+        except (PlanError, ConfigError) as error:
+            raise ConfigError(f"{where}: argument `algorithm`: {error}") from error
+        args = self._binder.block()
+        words = private_words(runtime.target, table)
+        scratch = torch.empty(scratch_bytes(plan, unit_bytes), dtype=torch.uint8, device=runtime.target.device)
+        args.words[protocol.TABLE] = words.address
+        args.words[protocol.COUNTS], args.words[protocol.DONE] = self._counts.address, self._done.address
+        args.words[protocol.SCRATCH] = scratch.data_ptr()
+        kernel = runtime.target.execute_plan(args.words, (x.dtype, op) if op else None)
+        more = f", op={op}" if op else ""
+        more += f", root={root}" if kind in ROOTED else ""
+        text = f"{kind}(x={x.dtype} {tuple(x.shape)}{more}, algorithm=plan {plan.name} {proven.fingerprint})"
+        operation = self._binder.operation(kernel, args, text, (self._counts, self._done, words, scratch, plan))
+        overlay = collective.overlay(runtime.rank)
+        first_output = (overlay[1] - overlay[0]) // collective.num_chunks * unit_bytes
+        return PlannedCollective(operation, plan, first_output)
+
+    def _plan(self, where: str, kind: str, algorithm: Plan | str, root: int) -> Plan:
+        size = self._runtime.size
+        if not isinstance(algorithm, Plan):
+            if algorithm not in ALGORITHMS:
+                known = ", ".join(name for name, made in ALGORITHMS.items() if kind in made.forms)
+                wanted = f"wanted a plan or one of auto, {known}"
+                raise ConfigError(f"{where}: argument `algorithm`: {wanted}, got {algorithm!r}")
+            channels = min(self._binder.num_channels, _MOST_CHANNELS)
+            try:
+                return _made_plan(algorithm, kind, size, root, channels)
+            except ConfigError as error:
+                raise ConfigError(f"{where}: argument `algorithm`: {error}") from None
+        collective = algorithm.collective
+        wanted_root = root if kind in ROOTED else collective.root
+        if (collective.kind, collective.num_ranks, collective.root) != (kind, size, wanted_root):
+            wanted = f"{kind} of {size} ranks" + (f", root {root}" if kind in ROOTED else "")
+            raise ConfigError(f"{where}: argument `algorithm`: wanted a plan of {wanted}, got one of {collective}")
+        return algorithm
