@@ -20,7 +20,7 @@ from epcomm.kernels.target import Kernel, Target
 from epcomm.operation import Operation, ParameterBlock
 from epcomm.runtime import Runtime
 
-Bound = TypeVar("Bound", Operation, CopyMove, Operation | CopyMove)
+Bound = TypeVar("Bound")
 _MAX_BOUND = 512  # shapes that vary without end must not grow memory without end
 
 
@@ -72,7 +72,7 @@ class Binder:
             self.remember(key, operation)
         return operation
 
-    def remember(self, key: Hashable, operation: Operation | CopyMove) -> None:
+    def remember(self, key: Hashable, operation: Any) -> None:
         """Keeps a bound operation for the next request like it."""
         if len(self.bound) >= _MAX_BOUND:
             self.bound.clear()

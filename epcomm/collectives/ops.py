@@ -16,6 +16,7 @@ import torch
 from epcomm.collectives.bind import Binder
 from epcomm.collectives.checks import (
     check_divisible,
+    check_op,
     check_out,
     check_overlap,
     check_rank,
@@ -26,11 +27,10 @@ from epcomm.collectives.checks import (
 )
 from epcomm.collectives.copy_engine import CopyMove
 from epcomm.collectives.plan import Plan
-from epcomm.collectives.planned import PlanBinder, PlannedCollective
+from epcomm.collectives.planned import PlanBinder
 from epcomm.collectives.selection import ALGORITHMS, check_algorithm
 from epcomm.device.cpu.memory import STREAMING_BYTES
 from epcomm.errors import ConfigError, UnsupportedError
-from epcomm.kernels.protocol.arithmetic import supported_ops
 from epcomm.operation import Operation
 from epcomm.runtime import Runtime
 from epcomm.work import Fifo
@@ -90,38 +90,22 @@ class Collectives:
 
     # ---- by plans
 
-    def _planned(self, kind: str, x: torch.Tensor, result: torch.Tensor | None, algorithm: str | Plan, op: str,
-                 root: int) -> tuple[PlannedCollective, tuple[int, ...]]:  # fmt: skip
-        """A plan bound to this request, and its call words."""
-        where, binder = self._where(kind), self._binder
-        planned = binder.cached(
-            (kind, x.shape, x.dtype, op, root, algorithm), lambda: self._plans.bind(where, kind, algorithm, x, op, root)
-        )
-        num_input, num_output = _num_bytes(x), 0 if result is None else _num_bytes(result)
-        out = 0 if result is None else result.data_ptr()
-        planned.check_placement(where, x.data_ptr(), num_input, out, num_output)
-        return planned, (x.data_ptr(), out, num_input, num_output > STREAMING_BYTES)
-
     def _run_plan(self, kind: str, x: torch.Tensor, result: torch.Tensor | None, algorithm: str | Plan, async_op: bool,
                   timeout: float | None, op: str = "", root: int = 0) -> Any:  # fmt: skip
         """Runs a plan, or the plan of the algorithm that is named, from x (contiguous) to result."""
-        planned, values = self._planned(kind, x, result, algorithm, op, root)
-        return self._call(planned.operation, values, (x, result), result, async_op, timeout)
+        operation, values = self._plans.request(self._where(kind), kind, algorithm, x, result, op, root)
+        return self._call(operation, values, (x, result), result, async_op, timeout)
 
     # ---- reductions
 
     def _bind_reduce(self, name: str, x: torch.Tensor, op: str, algorithm: str, root: int) -> Operation:
         where = self._where(name)
-        self._check_op(where, x.dtype, op)
+        check_op(where, x.dtype, op)
         binder = self._binder
         check_algorithm(where, algorithm, _num_bytes(x), x.dtype, op, binder.has_multicast, binder.spans_hosts)
         to = "" if root < 0 else f", root={root}"
         text = f"{name}(x={x.dtype} {tuple(x.shape)}, op={op}, algorithm={algorithm}{to})"
         return binder.reduce(text, _num_bytes(x), x.dtype, op, algorithm, root)
-
-    def _check_op(self, where: str, dtype: torch.dtype, op: str) -> None:
-        if op not in supported_ops(dtype):
-            raise ConfigError(f"{where}: argument `op`: wanted one of {supported_ops(dtype)} for {dtype}, got {op!r}")
 
     @_rejecting
     def allreduce(self, x: torch.Tensor, op: str, out: torch.Tensor | None, algorithm: str | Plan, async_op: bool,
@@ -129,11 +113,10 @@ class Collectives:
         if not is_plain(x, self._device):
             x = check_tensor(self._where("allreduce"), "x", x, self._device).contiguous()
         if not isinstance(op, str):
-            self._check_op(self._where("allreduce"), x.dtype, op)
+            check_op(self._where("allreduce"), x.dtype, op)
         operation = self._binder.bound.get((x.shape, x.dtype, op, algorithm))
         if operation is None:
             if algorithm not in ALGORITHMS:
-                self._check_op(self._where("allreduce"), x.dtype, op)
                 result = check_out(self._where("allreduce"), out, x.shape, x)
                 return self._run_plan("allreduce", x, result, algorithm, async_op, timeout, op)
             operation = self._bind_reduce("allreduce", x, op, algorithm, -1)
@@ -157,9 +140,7 @@ class Collectives:
         if algorithm in ALGORITHMS:
             operation = self._bind_reduce("allreduce", x, op, algorithm, -1)
         else:
-            self._check_op(where, x.dtype, op)
-            planned, values = self._planned("allreduce", x, result, algorithm, op, 0)
-            operation = planned.operation
+            operation, values = self._plans.request(where, "allreduce", algorithm, x, result, op)
         launch, fifo, runtime = self.runtime.bind(operation, *values), self._fifo, self.runtime
 
         def call(keep: Any = (x, result)) -> torch.Tensor:
@@ -179,7 +160,6 @@ class Collectives:
         source, num_bytes = x.contiguous(), _num_bytes(x)
         result = check_out(where, out, x.shape, x) if self.runtime.rank == dst else None
         if algorithm != "auto":
-            self._check_op(where, x.dtype, op)
             return self._run_plan("reduce", source, result, algorithm, async_op, timeout, op, dst)
         key = ("reduce", x.shape, x.dtype, op, dst)
         operation = self._binder.cached(key, lambda: self._bind_reduce("reduce", x, op, "auto", dst))
@@ -293,7 +273,7 @@ class Collectives:
         where, size = self._where("reduce_scatter"), self.runtime.size
         x = check_tensor(where, "x", x, self._device)
         rows = check_divisible(where, x, size)
-        self._check_op(where, x.dtype, op)
+        check_op(where, x.dtype, op)
         result = check_out(where, out, (rows, *x.shape[1:]), x)
         if algorithm != "auto":
             return self._run_plan("reduce_scatter", x.contiguous(), result, algorithm, async_op, timeout, op)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,10 +10,12 @@ import torch
 
 from epcomm.collectives.algorithms import ALGORITHMS
 from epcomm.collectives.bind import Binder, private_words
+from epcomm.collectives.checks import check_op
 from epcomm.collectives.plan import Plan
-from epcomm.collectives.plan.conditions import ROOTED
+from epcomm.collectives.plan.conditions import REDUCTIONS, ROOTED
 from epcomm.collectives.plan.lower import Fifos, lower, prove, scratch_bytes
 from epcomm.device.control import GENERATION_SHIFT, LINE
+from epcomm.device.cpu.memory import STREAMING_BYTES
 from epcomm.errors import ConfigError, PlanError, UnsupportedError
 from epcomm.kernels.protocol import collectives as protocol
 from epcomm.kernels.protocol.arithmetic import has_finish
@@ -75,11 +76,27 @@ class PlanBinder:
         self._done.array[:] = 0
         self._done.publish()
 
-    def bind(self, where: str, kind: str, algorithm: Plan | str, x: torch.Tensor, op: str, root: int) -> PlannedCollective:
-        """Binds a plan to the shape and dtype of `x`; `op` is empty where nothing is reduced.
+    def request(
+        self, where: str, kind: str, algorithm: Plan | str, x: torch.Tensor, out: torch.Tensor | None, op: str = "",
+        root: int = 0,
+    ) -> tuple[Operation, tuple[int, ...]]:  # fmt: skip
+        """The operation that runs a plan, bound when first asked for, and its call words.
 
-        ConfigError if the plan is wrong, or not one of this collective among these ranks; its text says why.
+        `out` is None where there is no output, `op` empty where nothing is reduced. ConfigError if the plan is wrong,
+        isn't one of this collective among these ranks, or isn't meant to run in place, or out of place, as wanted.
         """
+        key = (kind, x.shape, x.dtype, op, root, algorithm)
+        planned = self._binder.cached(key, lambda: self._bind(where, kind, algorithm, x, op, root))
+        source, num_input = x.data_ptr(), x.nbytes
+        to, num_output = (0, 0) if out is None else (out.data_ptr(), out.nbytes)
+        planned.check_placement(where, source, num_input, to, num_output)
+        return planned.operation, (source, to, num_input, num_output > STREAMING_BYTES)
+
+    def _bind(
+        self, where: str, kind: str, algorithm: Plan | str, x: torch.Tensor, op: str, root: int
+    ) -> PlannedCollective:
+        if kind in REDUCTIONS:
+            check_op(where, x.dtype, op)
         plan = self._plan(where, kind, algorithm, root)
         runtime, collective = self._runtime, plan.collective
         if self._binder.spans_hosts:

@@ -1,11 +1,9 @@
 """From a plan that is proven to the table of integers that a rank's kernel interprets: see `kernels.protocol.plans`.
 
-A rank's steps keep the order that the proof found. A worker has the steps of some of the rank's programs, in that order:
-so workers can be as many as the rank has programs, or one, and wait for one another in no circle.
-
-A chunk has as many bytes as all others of its block, a multiple of 64, but for the last ones, which may have fewer or
-none. The plan runs once for each tile, one after the other in every worker: tiles are different data, and between them
-all FIFOs are empty in the order that was proven.
+A rank's steps keep the order that the proof found. A worker has the steps of some of the rank's programs, in that
+order: so there can be one worker or many, and they wait for one another in no circle. The plan runs once for each tile,
+one after the other in every worker: tiles are different data, and in the order that was proven all FIFOs are empty
+between them.
 """
 
 from __future__ import annotations
@@ -17,9 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from epcomm.collectives.plan.conditions import Collective
+from epcomm.collectives.plan.chunks import Chunks, check_sizes
 from epcomm.collectives.plan.graph import Graph
-from epcomm.collectives.plan.plan import BUFFERS, Location, Plan, Step
+from epcomm.collectives.plan.plan import BUFFERS, Plan, Position, Step
 from epcomm.collectives.plan.verify import Proof, execution_order, verify
 from epcomm.errors import ConfigError
 from epcomm.heap.layout import align_up
@@ -30,14 +28,14 @@ _MOST_ROWS = 1 << protocol.DONE_BITS
 
 @dataclass(frozen=True)
 class ProvenPlan:
-    """A plan with its proof. `order` are all steps in an order in which they can run, as (rank, program, step).
+    """A plan with its proof. `order` are all steps in an order in which they can run.
 
     Made by `prove` only. `fingerprint` stands for all of the plan.
     """
 
     plan: Plan
     proof: Proof
-    order: tuple[tuple[int, int, int], ...]
+    order: tuple[Position, ...]
     fingerprint: str
 
 
@@ -47,9 +45,8 @@ def prove(plan: Plan) -> ProvenPlan:
     proof = verify(plan)
     graph = Graph(plan)
     order = execution_order(graph)
-    positions = zip(graph.rank[order].tolist(), graph.program[order].tolist(), graph.index[order].tolist())
     fingerprint = hashlib.blake2b(repr(plan).encode(), digest_size=6).hexdigest()
-    return ProvenPlan(plan, proof, tuple(positions), fingerprint)
+    return ProvenPlan(plan, proof, tuple(map(graph.position, order.tolist())), fingerprint)
 
 
 @dataclass(frozen=True)
@@ -62,39 +59,13 @@ class Fifos:
     num_bytes: int
 
 
-@dataclass(frozen=True)
-class Chunks:
-    """Byte offsets of chunks in blocks of `block_bytes`."""
-
-    collective: Collective
-    block_bytes: int
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Of all but the last ones."""
-        return align_up(-(-self.block_bytes // self.collective.num_chunks), protocol.TILE_ALIGNMENT)
-
-    def offset(self, buffer: str, chunk: int) -> int:
-        if buffer == "scratch":
-            return chunk * self.chunk_bytes
-        block, within = divmod(chunk, self.collective.num_chunks)
-        return block * self.block_bytes + min(self.block_bytes, within * self.chunk_bytes)
-
-    def num_bytes(self, buffer: str, chunk: int) -> int:
-        return self.chunk_bytes if buffer == "scratch" else self.bytes_at(chunk % self.collective.num_chunks)
-
-    def bytes_at(self, within: int) -> int:
-        """Of a chunk by its position in a block."""
-        return min(self.chunk_bytes, max(0, self.block_bytes - within * self.chunk_bytes))
-
-
 def lower(
     proven: ProvenPlan, rank: int, num_workers: int, block_bytes: int, fifos: Fifos, has_finish: bool = False
 ) -> np.ndarray:
     """The table of a rank, int64. `block_bytes`: of the collective's unit. `has_finish`: results are sums to finish.
 
-    ConfigError if the plan has too many channels, FIFOs or chunks for these ranks' memory, or if its chunks would differ
-    in size and it keeps one where a smaller one belongs.
+    ConfigError if the plan has too many channels, FIFOs or chunks for these ranks' memory, or if its chunks would
+    differ in size and it keeps one where a smaller one belongs.
     """
     return _Lowering(proven, rank, num_workers, Chunks(proven.plan.collective, block_bytes), fifos, has_finish).table()
 
@@ -110,7 +81,8 @@ class _Lowering:
     def __init__(self, proven: ProvenPlan, rank: int, num_workers: int, chunks: Chunks, fifos: Fifos, has_finish: bool):
         self._proven, self._plan, self._rank, self._chunks, self._fifos = proven, proven.plan, rank, chunks, fifos
         self._num_workers, self._has_finish = num_workers, has_finish
-        self._check_sizes()
+        self._order = [position for position in proven.order if position.rank == rank]
+        check_sizes(self._plan, proven.order, chunks)
         self._slot_bytes, self._incoming = self._slots()
         self._num_tiles, self._tile_bytes = self._tiles()
         self._rows: list[list[list[int]]] = [[] for _ in range(num_workers)]
@@ -119,11 +91,9 @@ class _Lowering:
         self._after: list[list[tuple[int, int]]] = []  # (worker, rows that it must have done), by steps that wait
 
     def table(self) -> np.ndarray:
-        is_final = self._final_chunks()
-        for rank, program, index in self._proven.order:
-            if rank == self._rank:
-                of_rank = self._plan.programs[rank][program]
-                self._add(program, index, of_rank.channel, of_rank.steps[index], is_final)
+        final = self._final_chunks()
+        for position in self._order:
+            self._add(position, final)
         if self._has_finish:
             self._add_finish()
         if max(map(len, self._rows)) * self._num_tiles >= _MOST_ROWS:
@@ -132,11 +102,15 @@ class _Lowering:
 
     # ---- rows
 
-    def _add(self, program: int, index: int, channel: int, step: Step, is_final: set[tuple[int, int, int]]) -> None:
-        worker = program % self._num_workers
+    def _step(self, position: Position) -> Step:
+        return self._plan.programs[position.rank][position.program].steps[position.step]
+
+    def _add(self, position: Position, final: set[tuple[Position, int]]) -> None:
+        """The rows of a step."""
+        worker, step = position.program % self._num_workers, self._step(position)
         rows = self._rows[worker]
-        receive = self._message(worker, False, step.receive_from, channel)
-        send = self._message(worker, True, step.send_to, channel)
+        receive = self._message(worker, False, step.receive_from, position.channel)
+        send = self._message(worker, True, step.send_to, position.channel)
         after = [(other % self._num_workers, self._done_at[other, at]) for other, at in step.after]
         after = [(other, rows) for other, rows in after if other != worker]
         self._after.append(after)
@@ -144,7 +118,7 @@ class _Lowering:
         for place in range(count):
             flags = step.op.flags
             flags |= protocol.IS_FIRST * (place == 0) | protocol.IS_LAST * (place == count - 1)
-            flags |= protocol.IS_FINAL * ((program, index, place) in is_final)
+            flags |= protocol.IS_FINAL * ((position, place) in final)
             operands, num_bytes = [], self._chunks.chunk_bytes
             for location in (step.src, step.dst):
                 if location is None:
@@ -154,7 +128,7 @@ class _Lowering:
                 operands += [BUFFERS.index(buffer), self._chunks.offset(buffer, chunk)]
                 num_bytes = min(num_bytes, self._chunks.num_bytes(buffer, chunk))
             rows.append([flags, num_bytes, *operands, place, *receive, *send, len(self._after) - 1, len(after)])
-        self._done_at[program, index] = len(rows)
+        self._done_at[position.program, position.step] = len(rows)
 
     def _message(self, worker: int, is_sending: bool, peer: int | None, channel: int) -> tuple[int, int]:
         """(number of the FIFO's end on this rank, number of the message in a tile) of a step's message, if any."""
@@ -177,25 +151,22 @@ class _Lowering:
             after = [len(self._after) - 1, len(self._after[-1])]
             self._rows[worker].append([flags, num_bytes, 0, 0, *place, 0, -1, 0, -1, 0, *after])
 
-    def _final_chunks(self) -> set[tuple[int, int, int]]:
-        """(program, step, place) of chunks of results that this rank doesn't access again: they can leave the caches."""
+    def _final_chunks(self) -> set[tuple[Position, int]]:
+        """Where in which steps chunks of results are written that this rank doesn't access again."""
         if self._has_finish:
             return set()
-        found: list[set[tuple[int, int, int]]] = []
+        found = []
         for in_place in self._plan.placements:
-            bases, used, final = self._plan.bases(self._rank, in_place), set(), set()
-            for rank, program, index in reversed(self._proven.order):
-                if rank != self._rank:
-                    continue
-                step = self._plan.programs[rank][program].steps[index]
-                touched = []
-                for location in (step.src, step.dst):
-                    if location is not None:
-                        first = bases[BUFFERS.index(location.buffer)] + location.offset
-                        touched.append(range(first, first + step.count))
+            bases = self._plan.bases(self._rank, in_place)
+            used: set[int] = set()
+            final: set[tuple[Position, int]] = set()
+            for position in reversed(self._order):
+                step = self._step(position)
+                places = [place for place in (step.src, step.dst) if place is not None]
+                first = [bases[BUFFERS.index(place.buffer)] + place.offset for place in places]
                 if step.dst is not None and step.dst.buffer == "output":
-                    final |= {(program, index, at) for at, chunk in enumerate(touched[-1]) if chunk not in used}
-                used.update(*touched)
+                    final |= {(position, at) for at in range(step.count) if first[-1] + at not in used}
+                used.update(at + offset for at in first for offset in range(step.count))
             found.append(final)
         return set.intersection(*found)
 
@@ -231,19 +202,6 @@ class _Lowering:
             raise self._error(f"its FIFOs have {slot}, too few for {largest} chunks: wanted fewer FIFOs or less depth")
         num_tiles = -(-chunk_bytes // most)
         return num_tiles, align_up(-(-chunk_bytes // num_tiles), protocol.TILE_ALIGNMENT) if num_tiles else most
-
-    def _check_sizes(self) -> None:
-        """Refuses a plan that would keep a chunk where a smaller one belongs."""
-        chunks, num_chunks = self._chunks, self._plan.collective.num_chunks
-        if chunks.bytes_at(num_chunks - 1) == chunks.chunk_bytes:
-            return  # all have one size
-        for position, step, value, chunk in _kept_values(self._proven):
-            if chunks.bytes_at(value) > chunks.bytes_at(chunk % num_chunks):
-                place = f"rank {position[0]}, program {position[1]}, step {position[2]} ({step})"
-                raise self._error(
-                    f"{place} keeps a chunk where a smaller one belongs: wanted a number of bytes that "
-                    f"{num_chunks} chunks of whole {protocol.TILE_ALIGNMENT} bytes make up, got {chunks.block_bytes}"
-                )
 
     def _assembled(self) -> np.ndarray:
         """Header, workers, rows, FIFOs, steps to wait for: with numbers replaced by places."""
@@ -284,34 +242,3 @@ class _Lowering:
         slots = self._incoming[dst, src, channel] * self._plan.fifo_depth * self._slot_bytes
         count = (is_sending * protocol.MAX_CHANNELS + channel) * size + peer
         return [peer, sent, taken, self._fifos.slots + slots, use[1], count]
-
-
-def _kept_values(proven: ProvenPlan):
-    """(position, step, position in its block of the value, chunk) of every chunk of input or output that is written."""
-    plan = proven.plan
-    num_chunks = plan.collective.num_chunks
-    for in_place in plan.placements:
-        bases = [plan.bases(rank, in_place) for rank in range(plan.num_ranks)]
-        memory = [[0] * of_rank[-1] for of_rank in bases]
-        for rank, of_rank in enumerate(bases):
-            for chunk in range(plan.collective.input_chunks(rank)):
-                memory[rank][of_rank[0] + chunk] = chunk % num_chunks
-        messages: dict[tuple[int, int, int], list[list[int]]] = defaultdict(list)
-        for position in proven.order:
-            rank, program, index = position
-            channel, step = plan.programs[rank][program].channel, plan.programs[rank][program].steps[index]
-
-            def values(location: Location, rank: int = rank, count: int = step.count) -> list[int]:
-                first = bases[rank][BUFFERS.index(location.buffer)] + location.offset
-                return memory[rank][first : first + count]
-
-            moved = [] if step.src is None else values(step.src)
-            if step.receive_from is not None:
-                moved = messages[step.receive_from, rank, channel].pop(0)
-            if step.send_to is not None:
-                messages[rank, step.send_to, channel].append(moved)
-            if step.dst is not None:
-                first = bases[rank][BUFFERS.index(step.dst.buffer)] + step.dst.offset
-                memory[rank][first : first + step.count] = moved
-                if step.dst.buffer != "scratch":
-                    yield from ((position, step, value, step.dst.offset + at) for at, value in enumerate(moved))

@@ -170,7 +170,8 @@ class Plan:
         try:
             return hash((self.name, self.collective, self.programs, self.scratch_chunks, self.fifo_depth))
         except TypeError:
-            raise ConfigError(f"plan {self.name}: wanted tuples throughout, so that it can't change; got lists") from None
+            wanted = "wanted tuples throughout, so that it can't change"
+            raise ConfigError(f"plan {self.name}: {wanted}; got lists") from None
 
     @cached_property
     def num_steps(self) -> int:

@@ -24,7 +24,7 @@ RECEIVES, SENDS, REDUCES, READS, WRITES = 1, 2, 4, 8, 16
 #: does it make a result of a sum
 IS_FIRST, IS_LAST, IS_AWAITED, IS_FINAL, FINISHES = 32, 64, 128, 256, 512
 
-# ---- table (words): a header, then [workers, WORKER_WORDS], rows, FIFOs, and steps to wait for; places in it are in words
+# ---- table (words): a header, then [workers, WORKER_WORDS], rows, FIFOs, steps to wait for; places in it are in words
 NUM_TILES, TILE_BYTES, SLOT_BYTES, DEPTH, ARRIVED = range(5)  # the last: the offset of that word in all segments
 HEADER_WORDS = 5
 # of a worker: its rows, and the FIFOs that it uses
