@@ -9,7 +9,7 @@ from execution_checks import check_plans
 import epcomm
 from epcomm.testing.ranks import run_ranks
 
-SMALL = [(0, torch.int64), (1, torch.float32), (37, torch.int64), (1501, torch.bfloat16)]
+SMALL = [(0, torch.int64), (1, torch.float32), (37, torch.int64), (1501, torch.float16)]
 
 
 @pytest.mark.parametrize("world", range(2, 9))

@@ -115,9 +115,11 @@ def _arms(
         by_rank = kernels.combine(_NOTHING, dtypes, 8, True, form)
         yield from (by_rank, kernels.combine_receive(by_rank))
     yield kernels.exchange(_NOTHING, None, False)
+    yield kernels.execute_plan(_NOTHING, None)
     for reduction in reductions:
         yield kernels.reduce(_NOTHING, "one_shot", *reduction)
         yield kernels.reduce(_NOTHING, "two_shot", *reduction)
         yield kernels.exchange(_NOTHING, reduction, False)
+        yield kernels.execute_plan(_NOTHING, reduction)
     for dtype, op in itertools.product(SWITCH_DTYPES, SWITCH_OPS):
         yield kernels.reduce(_NOTHING, "multimem", dtype, op)

@@ -23,9 +23,6 @@ from epcomm.kernels.gpu.reduction import reduce
 from epcomm.kernels.protocol import collectives as protocol
 from epcomm.kernels.protocol import sites
 
-#: values of the constants that stand for no reduction
-NO_REDUCTION = {"DTYPE": tl.uint8, "OP": "none"}
-
 
 @device
 def _entry(args, ctx, row, rank):

@@ -20,6 +20,9 @@ from epcomm.device.gpu.waiting import peer
 from epcomm.kernels.protocol.arithmetic import canonical_reduction
 
 TILE_BYTES = tl.constexpr(8192)  # 16-bit floats take twice as much in registers; twice of that was spilled
+#: values of the constants that stand for no reduction
+NO_REDUCTION = {"DTYPE": tl.uint8, "OP": "none"}
+
 ITEM_TILE_ITEMS, BYTE_TILE_ITEMS = tl.constexpr(1024), tl.constexpr(256)
 
 
@@ -63,6 +66,49 @@ def _reduce_tiles(ctx, to, own, staged, start, end,
             total = _combine(total, load_items(source, num_items, DTYPE, ACCESS, TILE), OP)
         if OP == "avg":
             total = _divide(total, size)
+        store_items(to + at, total, num_items, DTYPE, ACCESS, TILE)
+        at += TILE * ITEM
+
+
+@device
+def reduce_two(to, a, b, num_bytes, DTYPE: tl.constexpr, OP: tl.constexpr):
+    """Reduces two arrays at any addresses into a third, which may be one of them; an average is only summed."""
+    _apply(to, a, b, num_bytes, 1, DTYPE, OP, False)
+
+
+@device
+def finish(to, num_bytes, size, DTYPE: tl.constexpr, OP: tl.constexpr):
+    """Makes the result of a reduction of `size` inputs of what `reduce_two` has accumulated, in place."""
+    _apply(to, to, to, num_bytes, size, DTYPE, OP, True)
+
+
+@device
+def _apply(to, a, b, num_bytes, size, DTYPE: tl.constexpr, OP: tl.constexpr, IS_FINISH: tl.constexpr):
+    ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    addresses = to | a | b
+    wide_bytes = tl.cast(0, tl.int64)
+    if addresses & 15 == 0:
+        wide_bytes = num_bytes // 16 * 16
+    _apply_tiles(to, a, b, 0, wide_bytes, size, DTYPE, OP, IS_FINISH, WIDE, TILE_BYTES // ITEM)
+    if addresses & (ITEM - 1) == 0:
+        _apply_tiles(to, a, b, wide_bytes, num_bytes, size, DTYPE, OP, IS_FINISH, ITEM, ITEM_TILE_ITEMS)
+    else:
+        _apply_tiles(to, a, b, wide_bytes, num_bytes, size, DTYPE, OP, IS_FINISH, 1, BYTE_TILE_ITEMS)
+
+
+@device
+def _apply_tiles(to, a, b, start, end, size, DTYPE: tl.constexpr, OP: tl.constexpr, IS_FINISH: tl.constexpr,
+                 ACCESS: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+    """Bytes [start, end) of `_apply`."""
+    ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    at = tl.cast(start, tl.int64)
+    while at < end:
+        num_items = tl.minimum(end - at, TILE * ITEM) // ITEM
+        total = load_items(a + at, num_items, DTYPE, ACCESS, TILE)
+        if IS_FINISH:
+            total = _divide(total, size)
+        else:
+            total = _combine(total, load_items(b + at, num_items, DTYPE, ACCESS, TILE), OP)
         store_items(to + at, total, num_items, DTYPE, ACCESS, TILE)
         at += TILE * ITEM
 

@@ -24,12 +24,13 @@ from epcomm.kernels.gpu.combine_receive import combine_receive
 from epcomm.kernels.gpu.counts import exchange_counts
 from epcomm.kernels.gpu.dispatch import dispatch
 from epcomm.kernels.gpu.dispatch_receive import dispatch_receive
-from epcomm.kernels.gpu.exchange import NO_REDUCTION, exchange
+from epcomm.kernels.gpu.exchange import exchange
+from epcomm.kernels.gpu.execute_plan import execute_plan
 from epcomm.kernels.gpu.point_to_point import recv, send
 from epcomm.kernels.gpu.quantized_rows import FORMS
-from epcomm.kernels.gpu.reduction import reduction_constants
+from epcomm.kernels.gpu.reduction import NO_REDUCTION, reduction_constants
 from epcomm.kernels.gpu.route import route
-from epcomm.kernels.protocol.arithmetic import check_row_sum
+from epcomm.kernels.protocol.arithmetic import check_row_sum, has_finish
 
 _REDUCTIONS = {"one_shot": allreduce_one_shot, "two_shot": allreduce_two_shot, "multimem": allreduce_multimem}
 
@@ -53,6 +54,14 @@ class GpuKernels:
     def exchange(self, args: np.ndarray, reduction: tuple[torch.dtype, str] | None, spans_hosts: bool) -> Kernel:
         self._require_reach("collectives")
         return exchange.made_for(**(NO_REDUCTION if reduction is None else reduction_constants(*reduction)))
+
+    def plan_workers(self, num_programs: int) -> int:
+        return num_programs
+
+    def execute_plan(self, args: np.ndarray, reduction: tuple[torch.dtype, str] | None) -> Kernel:
+        self._require_reach("plans")
+        constants = NO_REDUCTION if reduction is None else reduction_constants(*reduction)
+        return execute_plan.made_for(**constants, FINISHES=reduction is not None and has_finish(reduction[1]))
 
     def send(self) -> Kernel:
         self._require_reach("send")
