@@ -120,6 +120,7 @@ def _arms(
         yield kernels.reduce(_NOTHING, "one_shot", *reduction)
         yield kernels.reduce(_NOTHING, "two_shot", *reduction)
         yield kernels.exchange(_NOTHING, reduction, False)
+    for reduction in reductions if everything else reductions[::8]:
         yield kernels.execute_plan(_NOTHING, reduction)
     for dtype, op in itertools.product(SWITCH_DTYPES, SWITCH_OPS):
         yield kernels.reduce(_NOTHING, "multimem", dtype, op)
