@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -100,4 +99,5 @@ def check_plans(comm: epcomm.Communicator, root: int, channels: int, cases: list
     """Every algorithm's plans on blocks of every (number of items, dtype)."""
     for plan in plans_of(comm.size, root, channels):
         for num_items, dtype in cases:
-            check_plan(comm, plan, plan.collective.kind, num_items, dtype, "sum", root, plan.in_place, plan.out_of_place)
+            kind, in_place = plan.collective.kind, plan.in_place
+            check_plan(comm, plan, kind, num_items, dtype, "sum", root, in_place, plan.out_of_place)

@@ -164,7 +164,7 @@ def _do_row(ctx, args, fingerprint, x, out, table, row, tile,
     return status
 
 
-@kernel("execute_plan", programs=all_programs, max_registers=168, cooperative=True)
+@kernel("execute_plan", programs=all_programs, cooperative=True)
 def execute_plan(ctx, args, fingerprint, x, out, num_bytes, streaming, c4, c5,
                  DTYPE: tl.constexpr, OP: tl.constexpr, FINISHES: tl.constexpr):  # fmt: skip
     program, status = enter(ctx, fingerprint, "none")
