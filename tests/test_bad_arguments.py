@@ -38,7 +38,7 @@ BAD: dict[str, tuple[Call, Call, list[str]]] = {
         ["`op`", "float8_e4m3fn"],
     ),
     "algorithm": (
-        lambda c: c.allreduce(X, algorithm="ring"),
+        lambda c: c.allreduce(X, algorithm="rings"),
         lambda c: c.allreduce(X),
         ["`algorithm`", "two_shot", "'ring'"],
     ),
