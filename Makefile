@@ -2,6 +2,7 @@
 # make test    set everything up in .venv, then run the tests; make test-all adds the slow ones
 # make test-gpu-link           install NVSHMEM's and NCCL's wheels, then compile kernels with both, to machine code
 # make test-gpu-link-reduced   the same for fewer kernels, for CI
+# make test-integrations       what other frameworks do on epcomm: each in .venvs/NAME, with tests/integrations/NAME.txt
 # make bench   the standard measurements, beside gloo and MPI
 # make lint    ruff and mypy
 # make clean   remove caches and build output; make distclean removes .venv too
@@ -16,6 +17,7 @@ PYTEST_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
+LINK_TESTS := tests/test_gpu_link.py tests/test_gpu_transport.py
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 # An empty file for each finished step, so that it is done once and again when its inputs change.
@@ -25,8 +27,12 @@ LINK_READY := $(VENV)/.ready-link
 BENCH_READY := $(VENV)/.ready-bench
 BENCH_MISSING := $(VENV)/.bench-missing
 
+# Frameworks that are tried with epcomm. To add one: its name here, tests/integrations/NAME.txt and
+# test_NAME*.py.
+FRAMEWORKS := transformers torchtitan token_switch sglang megatron vllm
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu-link test-gpu-link-reduced bench bench-note lint clean distclean
+.PHONY: help demo test test-all test-gpu-link test-gpu-link-reduced test-integrations bench bench-note lint clean distclean
 .NOTPARALLEL:
 
 help:
@@ -42,10 +48,15 @@ test-all: $(TEST_READY)
 	$(BIN)/python -m pytest -m "slow or not slow" $(PYTEST_ARGS)
 
 test-gpu-link: $(LINK_READY)
-	$(BIN)/python -m pytest tests/test_gpu_link.py -m "slow or not slow" --require-networks $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(LINK_TESTS) -m "slow or not slow" --require-networks $(PYTEST_ARGS)
 
 test-gpu-link-reduced: $(LINK_READY)
-	$(BIN)/python -m pytest tests/test_gpu_link.py --require-networks $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(LINK_TESTS) --require-networks $(PYTEST_ARGS)
+
+test-integrations: $(FRAMEWORKS:%=integration-%)
+
+integration-%: .venvs/%/.ready
+	.venvs/$*/bin/python -m pytest tests/integrations/test_$**.py -m "slow or not slow" $(PYTEST_ARGS)
 
 bench: $(BENCH_READY) bench-note
 	$(BIN)/python benchmarks/decode_latency.py
@@ -70,6 +81,12 @@ $(LINK_READY): $(TEST_READY)
 	$(INSTALL) -e '.[test,dev,link]'
 	@touch $@
 
+# What a framework pins may be other releases than those that constraints.txt has for epcomm's own tests.
+.PRECIOUS: .venvs/%/.ready
+.venvs/%/.ready: tests/integrations/%.txt tools/make_integration_venv.sh tools/make_venv.sh pyproject.toml
+	sh tools/make_integration_venv.sh '$(PYTHON)' .venvs/$* $< $(PIP_ARGS)
+	@touch $@
+
 # MPI and matplotlib are only there to compare and to plot: without them the demo and the benchmarks skip those parts.
 $(BENCH_READY): $(VENV_READY) pyproject.toml constraints.txt
 	@rm -f $(BENCH_MISSING)
@@ -89,4 +106,4 @@ clean:
 	done
 
 distclean: clean
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venvs

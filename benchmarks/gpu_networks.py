@@ -29,7 +29,7 @@ from epcomm.device.gpu.memory import load_acquire, set_word, word
 from epcomm.device.gpu.network import quiet, raise_remote, start_put
 from epcomm.errors import UnsupportedError
 from epcomm.heap.nccl import NcclNetwork
-from epcomm.heap.network import Network, NetworkSegment, window_words
+from epcomm.heap.network import Network, NetworkSegment
 from epcomm.heap.nvshmem import NvshmemNetwork
 from epcomm.kernels.gpu.cuda import require_cuda
 
@@ -83,10 +83,9 @@ def _put(network: Network, segment: NetworkSegment, device: torch.device) -> dic
     """Puts bytes of the own segment to another place in it, and waits for the signal that follows them."""
     memory = segment.own.part(0, _SEGMENT_BYTES).lend(None).tensor(0, torch.uint8, (_SEGMENT_BYTES,))
     memory[_FROM : _FROM + _BYTES] = torch.randint(1, 255, (_BYTES,), dtype=torch.uint8, device=device)
-    raised = torch.zeros(_LINES, dtype=torch.int64, device=device)
-    window = _words(window_words(segment, raised.data_ptr(), _LINES), device)
+    window = _words([*map(int, segment.bases), *segment.network], device)
     context = [0] * control.CONTEXT_WORDS
-    context[control.SIZE], context[control.NETWORK] = 1, network.context
+    context[control.SIZE], context[control.NETWORK] = 1, network.address
     ctx, result = _words(context, device), _words([-1], device)
     numbers = (ctx.data_ptr(), window.data_ptr(), _FROM, _TO, _BYTES, _SIGNAL, _EPOCH, result.data_ptr())
     _launch(put_to_self.made_for(NETWORK=network.name), network, device, numbers)
@@ -104,11 +103,11 @@ def check(name: str) -> dict[str, Any]:
         network: Network = NvshmemNetwork(0, device, _one_rank)
     else:
         network = NcclNetwork(0, device, _one_rank, needs_gin=name == "gin")
-    segment = network.segment(_SEGMENT_BYTES)
+    segment = network.segment(_SEGMENT_BYTES, _LINES * control.LINE, _one_rank)
     print(_SET_UP, flush=True)
     if int(segment.bases[0]) == 0:
         raise AssertionError("a rank can't load from its own segment")
-    found = {"handle": segment.handle != 0, "context": network.context != 0}
+    found = {"handle": segment.network[control.WINDOW_HANDLE] != 0, "communicator": network.address != 0}
     return found if name == "nccl" else _put(network, segment, device)
 
 

@@ -1,15 +1,17 @@
-"""Ranks on several hosts: dispatch + combine and allreduce across a link of a limited rate, beside gloo.
+"""Ranks on several hosts: dispatch + combine and collectives across links of a limited rate, beside gloo.
 
-    python benchmarks/hosts.py [--rate 1gbit] [--json FILE]
+    python benchmarks/hosts.py [--rate 1gbit] [--rounds 15] [--json FILE]
 
 Hosts are network namespaces of this machine, joined by shaped links (needs root, or user namespaces, with ip and tc).
 Contestants run by turns in the same processes. gloo's are `all_to_all_single` of a row per (token, rank), packed and
-summed by torch, and `all_reduce`. What crosses the link is counted from the routing; at its rate that takes the time
-which `roofline_fraction` is a fraction of.
+summed by torch, and its collectives. `bytes`: of rows, what crosses a link one way, counted from the routing; of a
+collective, the least that a host's link must carry one way, whatever the algorithm. At the link's rate that takes the
+time which `roofline_fraction` is a fraction of; bursts that the link lets through make it more than 1 for small ones.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
@@ -31,8 +33,16 @@ from benchmarks import results
 from epcomm import rendezvous
 from epcomm.testing import namespaces
 
-NUM_EXPERTS, TOPK = 64, 8
+TOPK = 8
 LINK = "link0"  # its name in each namespace
+WORLDS = [0, 1], [0, 0, 1, 1], [0, 1, 2]  # the node of each rank
+SHAPES = (32, 7168), (256, 7168), (1024, 2048)  # tokens, hidden
+SIZES = 1 << 10, 64 << 10, 1 << 20, 16 << 20  # bytes of a collective's larger side
+
+
+def num_experts(size: int) -> int:
+    """About 64, the same number on each rank."""
+    return 64 // size * size
 
 
 class Tokens:
@@ -41,8 +51,8 @@ class Tokens:
     def __init__(self, comm: Any, num_tokens: int, hidden: int):
         generator = torch.Generator().manual_seed(comm.rank)
         self.x = torch.randint(-4, 5, (num_tokens, hidden), generator=generator).to(torch.bfloat16)
-        self.index = torch.rand(num_tokens, NUM_EXPERTS, generator=generator).topk(TOPK, dim=1).indices
-        owner = self.index // (NUM_EXPERTS // comm.size)
+        self.index = torch.rand(num_tokens, num_experts(comm.size), generator=generator).topk(TOPK, dim=1).indices
+        owner = self.index // (num_experts(comm.size) // comm.size)
         goes = torch.zeros(num_tokens, comm.size, dtype=torch.bool).scatter_(1, owner, True)
         self.to_rank = [goes[:, rank].nonzero().flatten() for rank in range(comm.size)]
         self.num_ranks = goes.sum(1, keepdim=True)
@@ -54,28 +64,22 @@ class Tokens:
         )
 
 
-def flat(comm: Any, tokens: Tokens, num_tokens: int, hidden: int) -> Callable[[], torch.Tensor]:
-    """A row per (token, rank). Experts give their input back, so a token comes back once per rank."""
-    ep = comm.expert_parallel(num_experts=NUM_EXPERTS, topk=TOPK, hidden=hidden, max_tokens=num_tokens, layout="flat")
+def by_epcomm(nodes: str) -> Callable[[Any, Tokens, int, int], Callable[[], torch.Tensor]]:
+    """A row per (token, rank), or per (token, node) and forwarded there. Experts give back what they got."""
 
-    def step() -> torch.Tensor:
-        received = ep.dispatch(tokens.x, ep.route(tokens.index))
-        return ep.combine(received.x, received)
+    def make(comm: Any, tokens: Tokens, num_tokens: int, hidden: int) -> Callable[[], torch.Tensor]:
+        ep = comm.expert_parallel(
+            num_experts=num_experts(comm.size), topk=TOPK, hidden=hidden, max_tokens=num_tokens, layout="flat",
+            nodes=comm.nodes if nodes == "by node" else None,
+        )  # fmt: skip
 
-    return step
+        def step() -> torch.Tensor:
+            received = ep.dispatch(tokens.x, ep.route(tokens.index))
+            return ep.combine(received.x, received)
 
+        return step
 
-def by_node(comm: Any, tokens: Tokens, num_tokens: int, hidden: int) -> Callable[[], torch.Tensor]:
-    """A row per (token, node), forwarded there."""
-    ep = comm.expert_parallel(
-        num_experts=NUM_EXPERTS, topk=TOPK, hidden=hidden, max_tokens=num_tokens, layout="flat", nodes=comm.nodes
-    )
-
-    def step() -> torch.Tensor:
-        received = ep.dispatch(tokens.x, ep.route(tokens.index))
-        return ep.combine(received.x, received)
-
-    return step
+    return make
 
 
 def by_gloo(comm: Any, tokens: Tokens, num_tokens: int, hidden: int) -> Callable[[], torch.Tensor]:
@@ -95,7 +99,69 @@ def by_gloo(comm: Any, tokens: Tokens, num_tokens: int, hidden: int) -> Callable
     return step
 
 
-EXPERT_PARALLEL = {"epcomm, flat": flat, "epcomm, by node": by_node, "gloo": by_gloo}
+EXPERT_PARALLEL = {"epcomm, flat": by_epcomm("flat"), "epcomm, by node": by_epcomm("by node"), "gloo": by_gloo}
+
+
+class Collective:
+    """One collective of `num_bytes` on its larger side, into memory that is there, of small integers: sums are exact.
+
+    `steps` by contestant each return the result, which is `wanted`.
+    """
+
+    def __init__(self, comm: Any, name: str, num_bytes: int, dtype: torch.dtype):
+        size, num_nodes = comm.size, max(comm.nodes) + 1
+        elements = num_bytes // dtype.itemsize // size * size
+        whole = [((torch.arange(elements) * 7 + rank) % 13).to(dtype) for rank in range(size)]
+        parts, total = [x.view(size, -1) for x in whole], torch.stack([x.double() for x in whole]).sum(0).to(dtype)
+        x, own, out, part = whole[comm.rank], parts[comm.rank], torch.empty_like(total), parts[0][0].clone()
+        gloo_out, gloo_part = torch.empty_like(out), torch.empty_like(part)
+        # the least that a host's link carries one way, in shares of num_bytes
+        across = (num_nodes - 1) / num_nodes
+        share = {"allreduce": 2 * across, "broadcast": 1.0}.get(name, across)
+        if name == "alltoall":
+            share = size * across / num_nodes  # each rank's own to all ranks elsewhere
+        self.least_bytes = share * num_bytes
+        self.wanted = {
+            "allreduce": total,
+            "broadcast": whole[0],
+            "allgather": torch.cat([each[0] for each in parts]),
+            "reduce_scatter": total.view(size, -1)[comm.rank],
+            "alltoall": torch.cat([each[comm.rank] for each in parts]),
+        }[name]
+        self.steps: dict[str, Callable[[], torch.Tensor]] = {
+            "epcomm": {
+                "allreduce": lambda: comm.allreduce(x, out=out),
+                "broadcast": lambda: comm.broadcast(x if comm.rank == 0 else out, 0, out=x if comm.rank == 0 else out),
+                "allgather": lambda: comm.allgather(own[0], out=out),
+                "reduce_scatter": lambda: comm.reduce_scatter(x, out=part),
+                "alltoall": lambda: comm.alltoall(x, out=out),
+            }[name],
+            "gloo": {
+                "allreduce": lambda: _into(gloo_out.copy_(x), dist.all_reduce),
+                "broadcast": lambda: _into(x if comm.rank == 0 else gloo_out, lambda to: dist.broadcast(to, 0)),
+                "allgather": lambda: _into(gloo_out, lambda to: dist.all_gather_single(to, own[0])),
+                "reduce_scatter": lambda: _into(gloo_part, lambda to: dist.reduce_scatter_single(to, x)),
+                "alltoall": lambda: _into(gloo_out, lambda to: dist.all_to_all_single(to, x)),
+            }[name],
+        }  # fmt: skip
+
+    def check(self, got: torch.Tensor) -> None:
+        assert torch.equal(got, self.wanted)
+
+
+COLLECTIVES = {
+    "allreduce": torch.float32,
+    "allreduce, bfloat16": torch.bfloat16,
+    "broadcast": torch.float32,
+    "allgather": torch.float32,
+    "reduce_scatter": torch.float32,
+    "alltoall": torch.float32,
+}
+
+
+def _into(out: torch.Tensor, call: Callable[[torch.Tensor], Any]) -> torch.Tensor:
+    call(out)
+    return out
 
 
 def measure(comm: Any, steps: dict[str, Callable[[], Any]], check: Callable[[Any], None], rounds: int) -> dict:
@@ -117,7 +183,7 @@ def measure(comm: Any, steps: dict[str, Callable[[], Any]], check: Callable[[Any
     }
 
 
-def run_rank(nodes: list[int], shapes: list[tuple[int, int]], sizes: list[int], rounds: int) -> list[dict]:
+def run_rank(nodes: list[int], rounds: int) -> list[dict]:
     rank = rendezvous.launched_rank.get().rank
     os.environ["GLOO_SOCKET_IFNAME"] = LINK
     torch.set_num_threads(1)
@@ -126,7 +192,7 @@ def run_rank(nodes: list[int], shapes: list[tuple[int, int]], sizes: list[int], 
     found = []
     with epcomm.init(store=store, rank=rank, world_size=len(nodes), timeout=120.0) as comm:
         assert comm.nodes == nodes, comm.nodes
-        for num_tokens, hidden in shapes:
+        for num_tokens, hidden in SHAPES:
             tokens = Tokens(comm, num_tokens, hidden)
             wanted = (tokens.x.float() * tokens.num_ranks).to(tokens.x.dtype)
 
@@ -140,23 +206,11 @@ def run_rank(nodes: list[int], shapes: list[tuple[int, int]], sizes: list[int], 
             seconds = measure(comm, steps, check, rounds)
             found.append({"case": {"tokens": num_tokens, "hidden": hidden}, "phase": "round_trip",
                           "seconds": seconds, "bytes": crossing})  # fmt: skip
-        for num_bytes in sizes:
-            x = torch.arange(num_bytes // 4, dtype=torch.float32) % 97
-            total = x * comm.size
-
-            def check_sum(got: torch.Tensor, total: torch.Tensor = total) -> None:
-                assert torch.equal(got, total)
-
-            def gloo(x: torch.Tensor = x) -> torch.Tensor:
-                out = x.clone()
-                dist.all_reduce(out)
-                return out
-
-            steps = {"epcomm": lambda x=x: comm.allreduce(x), "gloo": gloo}
-            # either way a host has to send each number once, and to hear of each once
-            crossing = dict.fromkeys(steps, float(num_bytes))
-            seconds = measure(comm, steps, check_sum, rounds)
-            found.append({"case": {"bytes": num_bytes}, "phase": "allreduce", "seconds": seconds, "bytes": crossing})
+        for (name, dtype), num_bytes in itertools.product(COLLECTIVES.items(), SIZES):
+            collective = Collective(comm, name.split(",")[0], num_bytes, dtype)
+            seconds = measure(comm, collective.steps, collective.check, rounds)
+            crossing = dict.fromkeys(collective.steps, collective.least_bytes)
+            found.append({"case": {"bytes": num_bytes}, "phase": name, "seconds": seconds, "bytes": crossing})
     dist.destroy_process_group()
     return found
 
@@ -177,11 +231,11 @@ def main(
     document = results.new_document("hosts", {"rate": rate, "rounds": rounds})
     bytes_per_second = float(rate.removesuffix("gbit")) * 1e9 / 8
     table = Table("ranks on hosts", "case", "contestant", "p50 ms", "p95 ms", "MB across", "of the link", "vs gloo")
-    for nodes in ([0, 1], [0, 0, 1, 1]):
-        outcomes = namespaces.rank_outcomes_on_hosts(
-            run_rank, nodes, nodes, [(32, 7168), (256, 7168), (1024, 2048)], [1 << 10, 1 << 16, 16 << 20], rounds,
-            rate=rate, timeout=580.0,
-        )  # fmt: skip
+    for nodes in WORLDS:
+        outcomes = namespaces.rank_outcomes_on_hosts(run_rank, nodes, nodes, rounds, rate=rate, timeout=1800.0)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
         for item in outcomes[0]:
             medians = {name: percentile(taken, 0.5) for name, taken in item["seconds"].items()}
             for name, taken in item["seconds"].items():
@@ -194,7 +248,8 @@ def main(
                 row |= {"bytes": round(crossing), "roofline_fraction": round(fraction, 3), "samples": len(taken)}
                 document["rows"].append(row | {"ratios": {"gloo": ratio}})
                 table.add_row(
-                    str(nodes), str(item["case"]), name, f"{medians[name] * 1e3:.2f}", f"{numbers['p95_us'] / 1e3:.2f}",
+                    str(nodes), f"{item['phase']} {item['case']}", name,
+                    f"{medians[name] * 1e3:.2f}", f"{numbers['p95_us'] / 1e3:.2f}",
                     f"{crossing / 1e6:.2f}", f"{fraction:.2f}", f"{ratio:.2f}",
                 )  # fmt: skip
     Console(width=150).print(table)

@@ -59,6 +59,7 @@ def main(
     arch: list[str] = typer.Option(["sm_90"], help="sm_80 | sm_90 | sm_100; may be given several times"),
     only: str = typer.Option("", help="only arms whose name contains this, such as 'combine IN=bf16'"),
     everything: bool = typer.Option(False, "--all", help="all arms, not a representative few: minutes"),
+    network: list[str] = typer.Option([], help="nvshmem | gin: instead, arms that are linked with its device library"),
     workers: int = typer.Option(len(os.sched_getaffinity(0)), min=1, help="compiler processes"),
     json_file: Path | None = typer.Option(None, "--json", help="write everything that was found to this file as well"),
 ) -> None:
@@ -67,7 +68,8 @@ def main(
     Per thread: registers, bytes spilled, bytes of the widest load and store of rows. Per program: shared memory. In the
     code: acquires and releases at system scope, and its size. At last the seconds that compiling took.
 
-    Fails if an arm spills, moves aligned rows in less than 16 bytes, or signals to less than the whole system.
+    Fails if an arm spills, moves aligned rows in less than 16 bytes, or signals to less than the whole system; with a
+    network also if a function isn't there, or a put may send what a network card doesn't see yet.
     """
     try:
         require_triton()
@@ -75,15 +77,20 @@ def main(
         console.print(str(error), style="red", markup=False)
         raise typer.Exit(2) from None
     from epcomm.device.gpu.aot import ARCHITECTURES
-    from epcomm.kernels.gpu.arms import arms
+    from epcomm.device.gpu.bitcode import NETWORKS
+    from epcomm.kernels.gpu.arms import arms, link_arms
 
-    names = [name for name in arms(everything) if only in name]
+    if unknown := sorted(set(network) - set(NETWORKS)):
+        raise typer.BadParameter(f"--network: {', '.join(unknown)} is not one of {', '.join(NETWORKS)}")
+    kernels = arms(everything)
+    if network:
+        kernels = {name: kernel for name, kernel in link_arms(everything).items() if kernel.network in network}
+    names = [name for name in kernels if only in name]
     if unknown := sorted(set(arch) - set(ARCHITECTURES)):
         raise typer.BadParameter(f"--arch: {', '.join(unknown)} is not one of {', '.join(ARCHITECTURES)}")
     if not names:
         raise typer.BadParameter(f"--only: no arm's name contains {only!r}")
     jobs = [(name, each) for each in dict.fromkeys(arch) for name in names]
-    kernels = arms(everything)
     for name, each in jobs:
         if not kernels[name].runs_on(each):
             console.print(f"{name} is not for {each}: {kernels[name].oldest_because}", markup=False)

@@ -1,4 +1,4 @@
-"""The `epcomm` command: `info`, `demo`, `model`, `aot`, and in a checkout `bench`."""
+"""The `epcomm` command: `info`, `demo`, `model`, `plan`, `aot`, and in a checkout `bench`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ from rich.table import Table
 
 from epcomm.aot import main as aot_command
 from epcomm.model.commands import app as model_commands
+from epcomm.plan_commands import app as plan_commands
 
 app = typer.Typer(
     help="Expert parallelism and collectives between the ranks of an ML job. In a checkout: `epcomm bench`.",
     no_args_is_help=True,
 )
 app.add_typer(model_commands, name="model")
+app.add_typer(plan_commands, name="plan")
 app.command("aot")(aot_command)
 _CHECKOUT = Path(__file__).resolve().parents[1]
 console = Console()
@@ -41,13 +43,26 @@ def _cuda_state() -> str:
     import torch
 
     if importlib.util.find_spec("triton") is None:
-        return "not available: pip install 'epcomm[gpu]' (Triton is missing)"
+        return "not taken by auto: pip install 'epcomm[gpu]' (Triton is missing)"
     from epcomm.kernels.gpu.cuda import require_cuda
 
     try:
-        return f"available on {torch.cuda.get_device_name(require_cuda(torch.device('cuda')))}; not run on a GPU yet"
+        name = torch.cuda.get_device_name(require_cuda(torch.device("cuda")))
+        return f"taken by auto among ranks of one host whose GPUs reach each other; {name}; not run on a GPU yet"
     except Exception as error:  # whatever keeps it from being used, it is what this line is to tell
-        return f"not available: {error}"
+        return f"not taken by auto: {error}"
+
+
+def _networks() -> list[tuple[str, str]]:
+    """What `init(transport="auto")` would make of each network of GPUs here. Takes a few seconds the first time."""
+    if importlib.util.find_spec("triton") is None:
+        return []
+    import torch
+
+    from epcomm.heap.transport import explained
+
+    device = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
+    return [(f"cuda target ({name})", state) for name, state in explained(device)]
 
 
 def _availability() -> list[tuple[str, str]]:
@@ -58,8 +73,9 @@ def _availability() -> list[tuple[str, str]]:
     bench = "available" if _has_benchmarks() else "not available: benchmarks/ comes with a checkout, not with a wheel"
     return [
         ("cpu target (shared memory)", "available" if sys.platform == "linux" else "not available: needs Linux"),
-        ("cuda target (peer memory)", _cuda_state()),
-        ("several hosts", "not available: the cpu target has no network"),
+        ("cpu target, several hosts (TCP)", "available" if sys.platform == "linux" else "not available: needs Linux"),
+        ("cuda target (peer_memory)", _cuda_state()),
+        *_networks(),
         ("gloo, for comparison", "available" if dist.is_gloo_available() else "not available in this torch"),
         ("MPI, for comparison", mpi),
         ("epcomm bench", bench),

@@ -11,7 +11,7 @@ from epcomm.collectives.bind import Binder
 from epcomm.collectives.ops import Collectives
 from epcomm.collectives.plan import Plan
 from epcomm.collectives.point_to_point import PointToPoint
-from epcomm.errors import ConfigError
+from epcomm.errors import ConfigError, EpcommError
 from epcomm.hub import Hub
 from epcomm.kernels.protocol.collectives import collective_regions
 from epcomm.kernels.target import Target
@@ -27,18 +27,23 @@ class Communicator:
     """The ranks that talk to each other, from the view of one of them. Made by `init`; a context manager.
 
     Attributes: ``rank``, ``size``, ``nodes`` (of each rank: 0, 1, ... by first appearance; ranks of one node share
-    memory), ``device``, ``transport``, ``closed``. Every method but `check`, `abort` and those
-    for messages is collective: all ranks call the same operations in the same order. Tensors are on `device`; results
-    are new tensors unless `out` is given (``out is x`` works in place); with ``async_op=True`` they are a `Work`.
+    memory), ``device``, ``transport``, ``num_programs`` (threads, or multiprocessors of a GPU, per
+    operation), ``closed``. Every method but `check`, `abort`, `reject` and those for messages is collective: all ranks
+    call the same operations in the same order. Tensors are on `device`; results are new tensors unless `out` is given
+    (``out is x`` works in place); with ``async_op=True`` they are a `Work`.
     Instead of hanging, operations raise `MismatchError`, `PeerFailedError`, `PeerLostError` or `TimeoutError`; the
     communicator is then failed until `reset`. SIGINT ends a wait of the main thread.
     """
 
     def __init__(self, hub: Hub, target: Target, num_programs: int, timeout: float):
-        self.rank, self.size, self.nodes = hub.rank, hub.size, list(hub.nodes)
-        self.device, self.transport = target.device, target.transport
-        regions = collective_regions(self.size, num_programs, target.copy_engine_bytes, max(hub.nodes) + 1)
-        self._runtime = Runtime(target, hub, regions.size, num_programs, timeout)
+        def exchange(payload: bytes) -> list[bytes]:
+            return [message for message, _ in hub.allgather(payload, timeout=timeout, check=lambda: None)]
+
+        network = target.connect(hub.rank, hub.nodes, exchange)
+        self.rank, self.size, self.nodes = hub.rank, hub.size, list(hub.nodes if network is None else network.nodes)
+        self.device, self.transport, self.num_programs = target.device, target.transport, num_programs
+        regions = collective_regions(self.size, num_programs, target.copy_engine_bytes, max(self.nodes) + 1)
+        self._runtime = Runtime(target, hub, network, regions, num_programs, timeout)
         self._fifo = Fifo("epcomm-async", is_stream_ordered=self.device.type == "cuda")
         self._binder = Binder(self._runtime, regions, num_programs)
         self._collectives = Collectives(self._runtime, self._binder, self._fifo)
@@ -58,6 +63,10 @@ class Communicator:
         """Fails the communicator: peers raise `PeerFailedError` quoting `message`."""
         self._runtime.abort(f"{message} (rank {self.rank})")
 
+    def reject(self, error: EpcommError) -> EpcommError:
+        """For code built on a communicator: an argument error, to be raised by the caller, which peers learn of too."""
+        return self._runtime.reject(error)
+
     def reset(self, timeout: float | None = None) -> None:
         """Collective: makes a failed communicator usable again, once every rank has left its failed operation.
 
@@ -66,9 +75,15 @@ class Communicator:
         self._fifo.drain()
         self._point_to_point.drain()
         self._runtime.reset(timeout)
+        if max(self.nodes) > 0:  # its words arrive after all that was put before the failure
+            limit = self._runtime.timeout if timeout is None else timeout
+            self._runtime.run_within(limit, self._binder.barrier("reset()"))
 
     def close(self) -> None:
-        """Collective unless the communicator has failed: waits for all ranks, then frees everything. Idempotent."""
+        """Collective unless the communicator has failed: waits for all ranks, then frees everything. Idempotent.
+
+        Results on symmetric memory stay, except with the transports "nvshmem" and "gin": their memory ends here.
+        """
         self._close(lambda: self._runtime.run(self._binder.barrier("close()")))
 
     def _close(self, barrier: Callable[[], Any] | None) -> None:
@@ -94,6 +109,11 @@ class Communicator:
     def __repr__(self) -> str:
         return f"<Communicator rank {self.rank} of {self.size}, {self.transport}{', closed' if self.closed else ''}>"
 
+    @property
+    def waited(self) -> list[int]:
+        """Nanoseconds that operations here have waited for each rank so far, first polls left out. On CUDA zeros."""
+        return self._runtime.context.words[-self.size :].tolist()
+
     # ---- collectives
 
     def barrier(self, timeout: float | None = None) -> None:
@@ -115,7 +135,8 @@ class Communicator:
         `op`: sum, avg, min, max, prod; band, bor, bxor for integers and bool. 16-bit floats are summed in float32 and
         rounded once; avg of integers truncates toward zero. `algorithm`: "one_shot" (up to 32 KiB), "two_shot", or
         "multimem", where NVLink's switch sums and averages floats of 16 and 32 bits, in an order of its own: "auto"
-        never takes it.
+        never takes it. Or, in this and all collectives that have it, a `Plan`, which is proven first, or the name of
+        one of `collectives.algorithms`: sums then round as often as the proof says (docs/plans.md).
         """
         return self._collectives.allreduce(x, op, out, algorithm, async_op, timeout)
 
@@ -140,14 +161,9 @@ class Communicator:
         return self._collectives.reduce(x, dst, op, out, algorithm, async_op, timeout)
 
     def allgather(
-        self,
-        x: torch.Tensor,
-        *,
-        out: torch.Tensor | None = None,
-        algorithm: str | Plan = "auto",
-        async_op: bool = False,
-        timeout: float | None = None,
-    ) -> Any:
+        self, x: torch.Tensor, *, out: torch.Tensor | None = None, algorithm: str | Plan = "auto",
+        async_op: bool = False, timeout: float | None = None,
+    ) -> Any:  # fmt: skip
         """All ranks' `x`, concatenated on dim 0 in rank order."""
         return self._collectives.allgather(x, out, algorithm, async_op, timeout)
 
@@ -202,14 +218,9 @@ class Communicator:
         return self._collectives.reduce_scatter(x, op, out, algorithm, async_op, timeout)
 
     def alltoall(
-        self,
-        x: torch.Tensor,
-        *,
-        out: torch.Tensor | None = None,
-        algorithm: str | Plan = "auto",
-        async_op: bool = False,
-        timeout: float | None = None,
-    ) -> Any:
+        self, x: torch.Tensor, *, out: torch.Tensor | None = None, algorithm: str | Plan = "auto",
+        async_op: bool = False, timeout: float | None = None,
+    ) -> Any:  # fmt: skip
         """Part r of the result (dim 0 split evenly) is part `rank` of rank r's `x`."""
         return self._collectives.alltoall(x, out, algorithm, async_op, timeout)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+from typing import Any
 
 
 class EpcommError(RuntimeError):
@@ -52,6 +53,6 @@ class PlanError(EpcommError, ValueError):
     accesses to a chunk that nothing orders), "result" (the collective's result isn't what ends up in memory).
     """
 
-    def __init__(self, kind: str, message: str, step: object = None, other: object = None):
+    def __init__(self, kind: str, message: str, step: Any = None, other: Any = None):
         super().__init__(message)
         self.kind, self.step, self.other = kind, step, other

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,19 +40,20 @@ def init(
             Without group and store: `epcomm.launch`, else the default group, else torchrun's environment, else a
             world of one rank.
         device: "cpu" (None means that) or a CUDA device, the same kind on all ranks. Several ranks may share a device.
-        transport: "auto", "shared_memory" (cpu) or "peer_memory" (CUDA: load and store over NVLink or PCIe).
+        transport: the same on all ranks. On a cpu "auto" or "shared_memory". On CUDA "peer_memory" (load and store over
+            NVLink or PCIe, on one host), "nvshmem" or "gin" (NCCL's GPU-initiated networking), or "auto": the first of
+            these that no rank refuses. With the last two each rank is a process, and results on symmetric memory end
+            with the communicator.
         num_threads: programs per operation on each rank, the least that any rank asks for; default: cores / ranks.
         sm_budget: on CUDA what `num_threads` is on a cpu: how many of the GPU's multiprocessors an operation may keep
             busy; default: see `kernels.gpu.cuda.default_sm_budget`. 0, which all ranks must agree on, moves data with
             the GPUs' copy engines; a kernel of one program is left for the barriers, and for what computes.
         timeout: seconds that an operation may wait for its peers.
 
-    Raises ConfigError for a wrong argument, UnsupportedError if the ranks of a CUDA device are on several hosts or
-    `device` can't be used, TimeoutError if not all ranks came in time.
+    Raises ConfigError for a wrong argument, UnsupportedError if `device` or, on all ranks and with the reasons, no
+    transport can be used, TimeoutError if not all ranks came in time.
     """
-    target = _target(torch.device("cpu" if device is None else device), sm_budget)
-    if transport not in ("auto", target.transport):
-        raise ConfigError(f"init: argument `transport`: wanted 'auto' or {target.transport!r}, got {transport!r}")
+    target = _target(torch.device("cpu" if device is None else device), transport, sm_budget)
     if not 0 < timeout <= LONGEST_TIMEOUT:
         raise ConfigError(f"init: argument `timeout`: wanted seconds > 0 and <= {LONGEST_TIMEOUT:g}, got {timeout}")
     for name, number, least in (("num_threads", num_threads, 1), ("sm_budget", sm_budget, 0)):
@@ -62,11 +64,6 @@ def init(
         wanted = num_threads if target.runs_on_threads else sm_budget
         wanted = wanted or target.default_num_programs(hub.size)
         num_programs = bootstrap.agree_on_programs(hub, wanted, target.kind, timeout)
-        if len(hub.leaders) > 1 and not target.kind.startswith("cpu"):
-            raise UnsupportedError(
-                f"init: rank {hub.rank}: {target.name} has no network, and the ranks are on {len(hub.leaders)} hosts: "
-                f"the nodes by rank are {hub.nodes}; make one communicator per host (a group or store of its ranks)"
-            )
         communicator = Communicator(hub, target, num_programs, timeout)
     except BaseException:
         hub.close()  # peers that wait for this rank see it go
@@ -97,15 +94,23 @@ def default_communicator() -> Communicator:
     return communicator
 
 
-def _target(device: torch.device, sm_budget: int | None) -> Target:
+def _target(device: torch.device, transport: str, sm_budget: int | None) -> Target:
     """What runs the kernels of ranks on `device`."""
     chosen = make_target.get()
-    if chosen is not None:
-        return chosen()
-    if device.type == "cpu":
-        return CpuTarget()
-    if device.type == "cuda":
+    if chosen is None and device.type == "cuda":
+        from epcomm.heap.transport import TRANSPORTS
         from epcomm.kernels.gpu.cuda import CudaTarget
 
-        return CudaTarget(device, sm_budget)
-    raise UnsupportedError(f"init: argument `device`: epcomm serves cpu and cuda, got {device}")
+        _check_transport(transport, TRANSPORTS)
+        return CudaTarget(device, sm_budget, transport)
+    if chosen is None and device.type != "cpu":
+        raise UnsupportedError(f"init: argument `device`: epcomm serves cpu and cuda, got {device}")
+    target = CpuTarget() if chosen is None else chosen()
+    _check_transport(transport, (target.transport,))
+    return target
+
+
+def _check_transport(transport: str, offered: Sequence[str]) -> None:
+    if transport not in ("auto", *offered):
+        wanted = ", ".join(map(repr, ("auto", *offered)))
+        raise ConfigError(f"init: argument `transport`: wanted one of {wanted}, got {transport!r}")

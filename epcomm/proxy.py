@@ -2,7 +2,7 @@
 
 A *frame* is what one rank sends another at a time: a count, an entry per record, then the bytes of all records. They
 go by TCP from segment to segment without a copy in between. Records of a rank are sent in the order in which they were
-written down, and words of a frame are raised after its bytes are in place.
+written down, and a word is raised once the bytes before it are in place.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class NoProxy:
     def settle(self, generation: int, timeout: float) -> None:
         """See `Proxy`."""
 
-    def close(self) -> None:
+    def close(self, is_together: bool = False) -> None:
         """See `Proxy`."""
 
 
@@ -88,8 +88,11 @@ class Proxy:
                 raise TimeoutError(f"what goes to or comes from rank(s) {sorted(late)} did not all arrive in time")
             time.sleep(0.001)
 
-    def close(self) -> None:
-        """Sends what is written down, then closes the links. Idempotent."""
+    def close(self, is_together: bool = False) -> None:
+        """Sends what is written down, then closes the links. Idempotent.
+
+        `is_together`: all ranks are here, so that what they gave each other can be given back.
+        """
         self._close()
 
 
@@ -228,23 +231,29 @@ class _Receiver:
             return False
         entries = table.tolist()
         parts = {number: self._segments.part(number) for number in {entry[0] for entry in entries}}
-        buffers, num_words = [], 0
+        steps: list[tuple[list[memoryview], list[tuple[int, int]]]] = [([], [])]  # bytes, then words behind them
+        marker = self.markers.get(rank, 0)
         for number, offset, num_bytes, value in entries:
             part = parts[number]
             if num_bytes == network.MARKS:
-                self.markers[rank] = value
+                marker = value
                 continue
             length = 8 if num_bytes == network.RAISES else num_bytes
             if length < 0 or not (part is None or 0 <= offset <= part.size - length):
                 raise _Invalid(f"{num_bytes} bytes at {offset} of segment {number}")
             if num_bytes != network.RAISES:
-                buffers.append(self._place(part, offset, num_bytes))
+                if steps[-1][1]:
+                    steps.append(([], []))
+                steps[-1][0].append(self._place(part, offset, num_bytes))
             elif part is not None:
-                self._pairs[num_words] = part.address + offset, value
-                num_words += 1
-        if not _fill(link, buffers):
-            return False
-        self._raise_words(self._pairs.ctypes.data, num_words)
+                steps[-1][1].append((part.address + offset, value))
+        for buffers, words in steps:
+            if not _fill(link, buffers):
+                return False
+            if words:
+                self._pairs[: len(words)] = words
+                self._raise_words(self._pairs.ctypes.data, len(words))
+        self.markers[rank] = marker
         return True
 
     def _place(self, part: Any, offset: int, num_bytes: int) -> memoryview:
@@ -258,7 +267,7 @@ class _Receiver:
 def _fill(link: socket.socket, buffers: list[memoryview]) -> bool:
     """Receives as many bytes as the buffers have; False if the peer closes the link before."""
     while buffers:
-        num_bytes = link.recvmsg_into(buffers)[0]
+        num_bytes = link.recvmsg_into(buffers, 0, socket.MSG_WAITALL)[0]  # woken once, not for each packet
         if num_bytes == 0:
             return False
         _drop(buffers, num_bytes)

@@ -28,6 +28,7 @@ from epcomm.errors import (
 from epcomm.failures import awaited, error_found
 from epcomm.heap.cpu import SymmetricSegment
 from epcomm.hub import Hub
+from epcomm.kernels.protocol.collectives import CollectiveRegions
 from epcomm.kernels.target import Kernel, Target
 from epcomm.liveness import watch_peers
 from epcomm.operation import Context, Operation, OperationTexts, ParameterBlock
@@ -40,9 +41,12 @@ _SPINS_WITH_OWN_CORE, _SPINS_SHARING_CORES = 100, 20  # measured: best barrier t
 class Runtime:
     """One rank of one communicator. See DESIGN sections 5 and 6 for the contract."""
 
-    def __init__(self, target: Target, hub: Hub, control_bytes: int, num_programs: int, timeout: float):
+    def __init__(
+        self, target: Target, hub: Hub, network: Any, regions: CollectiveRegions, num_programs: int, timeout: float
+    ):
         self.target = target
-        self.hub, self.rank, self.size, self.nodes, self.timeout = hub, hub.rank, hub.size, hub.nodes, timeout
+        self.hub, self.rank, self.size, self.timeout = hub, hub.rank, hub.size, timeout
+        self.nodes = hub.nodes if network is None else network.nodes
         self.generation = 1
         self.failure: EpcommError | None = None
         self.closed = False
@@ -50,17 +54,13 @@ class Runtime:
         self._pool: Pool | None = None
         self._contexts: weakref.WeakSet[Context] = weakref.WeakSet()
         self._launch = target.launch
-        self.control = self._guarded(
-            lambda: SymmetricSegment(self.rank, control_bytes, (), self._allgather), control_bytes
-        )
+        size = regions.size
+        self.control = self._guarded(lambda: SymmetricSegment(self.rank, size, (), self._allgather), size)
         target.start(num_programs, self.control.mapped, control.control_region_bytes(self.size))
-        network = target.connect(self.rank)
-        if network is not None:
-            self.nodes = network.nodes
         self._proxy = network or connect_proxy(hub, timeout, self.check, weakref.WeakMethod(self.fail))
         self._proxy.register(self.control)
-        self.collectives = self.control if target.shares_control else self.segment(control_bytes)
-        self._own = self.control.own.array(0, control_bytes)
+        self.collectives = self.control if target.shares_control else self.segment(size, regions.word_bytes)
+        self._own = self.control.own.array(0, size)
         self._abort = AbortRegion(hub, self.control)
         self.texts = OperationTexts(self._own)
         self.context = self.new_context(sequenced=True)
@@ -73,10 +73,10 @@ class Runtime:
 
     # ---- memory
 
-    def segment(self, num_bytes: int, prefault: Sequence[tuple[int, int]] = ()) -> Any:
-        """Collective: a new symmetric segment; `prefault` lists ranges (offset, bytes) to be touched in advance."""
+    def segment(self, num_bytes: int, word_bytes: int, prefault: Sequence[tuple[int, int]] = ()) -> Any:
+        """Collective: a new segment, see `Target.segment`; `prefault`: ranges (offset, bytes) to touch in advance."""
         segment = self._guarded(
-            lambda: self.target.segment(self.rank, num_bytes, prefault, self._allgather), num_bytes
+            lambda: self.target.segment(self.rank, num_bytes, word_bytes, prefault, self._allgather), num_bytes
         )
         self._proxy.register(segment)
         return segment
@@ -95,13 +95,13 @@ class Runtime:
 
     def new_context(self, *, sequenced: bool) -> Context:
         """A context block; one outside of the sequence (for send and recv) may run beside the others."""
-        context = Context(self.target, control.CONTEXT_WORDS + 2 * self.size + control.WINDOW_WORDS)
+        context = Context(self.target, control.CONTEXT_WORDS + 3 * self.size + control.WINDOW_WORDS)
         words = context.words
         words[control.RANK], words[control.SIZE] = self.rank, self.size
         shares_core = self.size > len(os.sched_getaffinity(0))
         words[control.SPINS] = _SPINS_SHARING_CORES if shares_core else _SPINS_WITH_OWN_CORE
         context.set_timeout(self.timeout)
-        words[control.PEERS :] = [*self.collectives.bases, *self.collectives.network, *self.control.bases]
+        words[control.PEERS : -self.size] = [*self.collectives.bases, *self.collectives.network, *self.control.bases]
         words[control.IS_CLOSED] = self.closed
         words[control.NETWORK] = self._proxy.address
         self._contexts.add(context)
@@ -301,17 +301,19 @@ class Runtime:
         """Leaves the communicator; with `barrier` (collective) all ranks leave together. Idempotent."""
         if self.closed:
             return
+        is_together = False
         try:
             if barrier is not None and self.failure is None:
                 barrier()
                 # nobody reads my control region after this; a peer that was faster may have ended already
                 self.hub.barrier(timeout=self.timeout, check=_nothing)
+                is_together = True
         finally:
             self.closed = True
             for context in list(self._contexts):
                 context.words[control.IS_CLOSED] = 1
             self._stop_watching()
-            self._proxy.close()
+            self._proxy.close(is_together)
             self.hub.close()
             if self._pool is not None:
                 with self._exclusively():

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from collective_cases import FORMS, MOVED, REDUCTIONS, addend, payload, reduced, same_bits
+from collective_cases import FLOATS, FORMS, MOVED, REDUCTIONS, addend, payload, reduced, same_bits
 
 import epcomm
 from epcomm.testing.adversary import Pauses
@@ -102,8 +102,8 @@ def movement_cases() -> list[tuple[torch.dtype, tuple[int, ...]]]:
     return [(dtype, shape) for dtype in MOVED for shape in moved_shapes(dtype)]
 
 
-def check_gathers(comm: epcomm.Communicator) -> None:
-    for case, (dtype, shape) in enumerate([*movement_cases(), (torch.float32, ())]):
+def check_gathers(comm: epcomm.Communicator, cases: list[Any] | None = None) -> None:
+    for case, (dtype, shape) in enumerate([*(cases or movement_cases()), (torch.float32, ())]):
         parts = [payload(rank, shape, dtype, case) for rank in range(comm.size)]
         x, wanted = in_form(case, parts[comm.rank]), torch.cat(parts) if shape else torch.stack(parts)
         check(comm, ("allgather", dtype, shape), comm.allgather(x), wanted)
@@ -118,8 +118,8 @@ def check_gathers(comm: epcomm.Communicator) -> None:
             check(comm, ("allgather", dtype, shape, "x in its place in out"), comm.allgather(own, out=out), wanted)
 
 
-def check_rooted(comm: epcomm.Communicator) -> None:
-    for case, (dtype, shape) in enumerate([*movement_cases(), (torch.int64, ())]):
+def check_rooted(comm: epcomm.Communicator, cases: list[Any] | None = None) -> None:
+    for case, (dtype, shape) in enumerate([*(cases or movement_cases()), (torch.int64, ())]):
         root = case % comm.size
         sent, own = payload(root, shape, dtype, case), payload(comm.rank, shape, dtype, case)
         x = in_form(case, own)
@@ -139,8 +139,8 @@ def check_rooted(comm: epcomm.Communicator) -> None:
             check(comm, ("scatter", dtype, shape, root), out, part)
 
 
-def check_alltoall(comm: epcomm.Communicator) -> None:
-    for case, (dtype, shape) in enumerate(movement_cases()):
+def check_alltoall(comm: epcomm.Communicator, cases: list[Any] | None = None) -> None:
+    for case, (dtype, shape) in enumerate(cases or movement_cases()):
         # part `to` of rank r's input is payload(r * size + to)
         def part(source: int, to: int, shape: Any = shape, dtype: Any = dtype, case: int = case) -> torch.Tensor:
             return payload(source * comm.size + to, shape, dtype, case)
@@ -151,6 +151,31 @@ def check_alltoall(comm: epcomm.Communicator) -> None:
         check(comm, ("alltoall", dtype, shape), comm.alltoall(in_form(case, own)), wanted)
         assert comm.alltoall(own, out=own) is own
         check(comm, ("alltoall", dtype, shape, "in place"), own, wanted)
+
+
+# ---- rounding
+
+
+def check_rounding(comm: epcomm.Communicator, nodes: list[int], num_items: int) -> list[bytes]:
+    """Sums are made on each node in rank order, then of the nodes' sums in their order, and rounded once.
+
+    Returns this rank's parts of reduce_scatters whose parts are all the same.
+    """
+    found = []
+    for dtype in FLOATS:
+        inputs = [
+            torch.randn(num_items, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(comm.size)
+        ]
+        wide = torch.float64 if dtype is torch.float64 else torch.float32
+        partial = []
+        for node in dict.fromkeys(nodes):
+            partial.append(sum(x.to(wide) for x, of in zip(inputs, nodes, strict=True) if of == node))
+        total = sum(partial)
+        assert isinstance(total, torch.Tensor)
+        check(comm, dtype, comm.allreduce(inputs[comm.rank]), total.to(dtype))
+        check(comm, (dtype, "avg"), comm.allreduce(inputs[comm.rank], "avg"), (total / comm.size).to(dtype))
+        found.append(bytes(comm.reduce_scatter(torch.stack([inputs[comm.rank]] * comm.size)).view(torch.uint8).numpy()))
+    return found
 
 
 # ---- messages

@@ -17,7 +17,7 @@ from epcomm.device.gpu.compile import kernel, one
 from epcomm.device.gpu.memory import copy
 from epcomm.kernels.gpu.dispatch import _send_row
 from epcomm.kernels.gpu.dispatch_receive import _expand_row
-from epcomm.kernels.gpu.exchange import _take
+from epcomm.kernels.gpu.exchange import take
 from epcomm.kernels.gpu.partial_sums import _sum_row
 from epcomm.kernels.gpu.reduction import _reduce_tiles
 from epcomm.kernels.gpu.row_sum import sum_token
@@ -64,14 +64,14 @@ def sum_far(ctx, state, routing, tensor, token, WIDE: tl.constexpr):
 
 @kernel("reduce_far", programs=one)
 def reduce_far(ctx, to, own, start, end):
-    _reduce_tiles(tl.cast(ctx, tl.int64), tl.cast(to, tl.int64), tl.cast(own, tl.int64), tl.cast(0, tl.int64), start,
-                  tl.cast(end, tl.int64), tl.float32, "sum", 16, 2048)  # fmt: skip
+    _reduce_tiles(tl.cast(to, tl.int64), tl.cast(ctx, tl.int64), 2, tl.cast(own, tl.int64), tl.cast(0, tl.int64),
+                  start, tl.cast(end, tl.int64), 2, tl.float32, tl.float32, "sum", False, 16, 16, 2048)  # fmt: skip
 
 
 @kernel("take_far", programs=one)
 def take_far(ctx, args, out, source, start, piece):
-    _take(tl.cast(ctx, tl.int64), tl.cast(args, tl.int64), tl.cast(out, tl.int64), 0, tl.cast(source, tl.int64),
-          tl.cast(start, tl.int64), tl.cast(piece, tl.int64))  # fmt: skip
+    take(tl.cast(ctx, tl.int64), tl.cast(args, tl.int64), tl.cast(out, tl.int64), 0, tl.cast(source, tl.int64),
+         tl.cast(start, tl.int64), tl.cast(piece, tl.int64))  # fmt: skip
 
 
 class Sparse:
@@ -193,7 +193,7 @@ def far_reduction() -> None:
     ctx.array[control.PEERS], ctx.array[control.PEERS + 1] = own.address, staged.address
     row = payload()
     own.at(FAR, ROW_BYTES)[:], staged.at(FAR, ROW_BYTES)[:] = row, row
-    reduce_far.function[(1,)](ctx.address, out.address, own.address, FAR, FAR + ROW_BYTES)
+    reduce_far.function[(1,)](ctx.address, out.address, own.address, FAR // 4, (FAR + ROW_BYTES) // 4)
     check(out, FAR, (2 * row.view(np.float32)).view(np.uint8), "reduction")
 
 

@@ -46,10 +46,9 @@ def step(ctx, args, size, num_bytes, epoch, NETWORK: tl.constexpr):
 KERNELS = {each.name: each for each in (put, signal, complete, step)}
 
 
-def compiled(name: str, network: str, arch: str) -> tuple[CompiledArm, set[str], set[str]]:
-    """(what the code is like, the constants that the host must fill in, the functions that it doesn't have)."""
+def compiled(name: str, network: str, arch: str) -> tuple[CompiledArm, set[str]]:
+    """(what the code is like, the constants that the host must fill in)."""
     arm = KERNELS[name].made_for(NETWORK=network)
     text = compile_kernel(arm, arch).asm["ptx"]
     states = re.findall(r"^\.visible \.const .*?(\w+)\[\d+\]", text, re.MULTILINE)
-    missing = re.findall(r"^\.extern \.func\s+(?:\([^)]*\)\s*)?(\w+)", text, re.MULTILINE)
-    return compile_arm(arm, arch), set(states), set(missing)
+    return compile_arm(arm, arch), set(states)

@@ -35,9 +35,15 @@ def split_round_trip(ep: Any, step: Step, between: Any) -> None:
     rank, exchange, x, y = ep.rank, step.exchange, step.x(), step.y()
     weights = step.weights[rank] if step.number % 2 else None
     sent = ep.dispatch(x[rank], ep.route(exchange.indices[rank]), weights, split=True)
+    expected = None if sent.expected is None else sent.expected.rows_in_block()[0]
     between()
     received = sent.finish()
     assert sent.finish() is received
+    if ep.config.has_fixed_rows:  # where they will be was known
+        assert sent.expected is received and expected is not None
+        assert (expected.shape, expected.data_ptr()) == (received.x.shape, received.x.data_ptr())
+    else:
+        assert expected is None
     check_rows(step, rank, received.x, x)
     check_fields(step, received, weights is not None)
     rows = y[rank] if step.number % 3 else received.output_buffer().copy_(y[rank])

@@ -41,6 +41,15 @@ def test_plans():
     assert "rank 1 has [1, 101, 201]" in printed and "proven at a FIFO depth of 8" in printed
 
 
+def test_what_the_document_on_plans_shows():
+    document = (ROOT / "docs" / "plans.md").read_text()
+    blocks = document.split("```python\n")[1:]
+    assert len(blocks) == 3
+    code = "\n".join(block.split("```")[0] for block in blocks)
+    printed = run("-c", code + "\nprint(proof.roundings, crossings(order, machines.node_of))")
+    assert "ring allreduce: allreduce of 8 ranks" in printed and printed.splitlines()[-1] == "7 2"
+
+
 def test_programs_in_the_language_are_short():
     tree = ast.parse((ROOT / "examples" / "plans.py").read_text())
     lengths = {node.name: node.end_lineno - node.lineno + 1 for node in tree.body if isinstance(node, ast.FunctionDef)}

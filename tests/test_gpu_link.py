@@ -5,10 +5,8 @@ What needs the wheels (epcomm[link]) is skipped without them; `make test-gpu-lin
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
+import json
 import os
-import pickle
 import re
 import subprocess
 import sys
@@ -20,20 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import triton
 from network_kernels import KERNELS, compiled
+from network_wheels import WHEELS, need
 
 from epcomm.aot import compile_named
-from epcomm.device import control
 from epcomm.device.gpu import bitcode, nvshmem_slice, ptx
+from epcomm.device.gpu.aot import CompiledArm
 from epcomm.device.gpu.bitcode import NETWORKS, libraries
-from epcomm.errors import ConfigError, UnsupportedError
-from epcomm.heap import network as heap_network
-from epcomm.heap.nccl import NcclNetwork, prefixed, require_gin, requirements
-from epcomm.heap.network import NetworkSegment, agreed, connect, require_processes, window_words
-from epcomm.heap.nvshmem import NvshmemNetwork, require_nvshmem
-from epcomm.kernels.gpu.arms import link_arms
+from epcomm.device.gpu.compile import Kernel
+from epcomm.errors import UnsupportedError
+from epcomm.kernels.gpu.arms import arms, link_arms
 
 ARCHITECTURES = ("sm_90", "sm_100")
 #: what each kernel calls
@@ -46,32 +41,6 @@ CALLS = {
 GIN_CALLS = {"put": "put", "raise": "add", "quiet": "flush"}
 #: bytes of stack that the libraries' functions take
 MOST_STACK = 256
-#: what the driver has: assertions of the libraries print
-OF_DRIVER = {"__assertfail", "vprintf"}
-
-WHEELS = {"nvshmem": "nvshmem", "gin": "nccl"}
-BINDINGS = {"nvshmem": "nvshmem.core", "gin": "nccl.core"}
-
-
-def need(request: pytest.FixtureRequest, network: str, with_bindings: bool = False) -> None:
-    """Skips what needs a network's wheels where they aren't installed, or fails if they are required."""
-    missing = ""
-    try:
-        bitcode.installed(WHEELS[network])
-    except UnsupportedError as error:
-        missing = str(error)
-    package = BINDINGS[network].split(".")[0]
-    if with_bindings and not missing and importlib.util.find_spec(package) is None:
-        missing = f"{package} isn't installed"
-    if missing and request.config.getoption("--require-networks"):
-        pytest.fail(f"{missing}; epcomm[link] is required")
-    if missing:
-        pytest.skip(f"{missing}; make test-gpu-link installs it")
-
-
-def one_rank(payload: bytes) -> list[bytes]:
-    """An exchange among one rank."""
-    return [payload]
 
 
 # ---- to machine code
@@ -102,44 +71,113 @@ CASES = [
 def test_kernel(case: tuple[str, str, str], linking: dict[tuple[str, ...], Future], request: Any) -> None:
     name, network, arch = case
     need(request, network)
-    arm, states, missing = linking[case].result()
+    arm, states = linking[case].result()
     if network == "nvshmem":
-        assert arm.calls == tuple(sorted(f"epcomm_nvshmem_{call}" for call in CALLS[name]))
         assert "nvshmemi_device_state_d" in states  # `cumodule_init` looks for it
     else:
-        assert arm.calls == tuple(sorted(f"epcomm_gin_{GIN_CALLS[call]}" for call in CALLS[name]))
         assert states == set()
-    assert missing <= OF_DRIVER
+    check_linked(arm, KERNELS[name].made_for(NETWORK=network), CALLS[name])
+
+
+def check_linked(arm: CompiledArm, kernel: Kernel, calls: set[str]) -> None:
+    """The code calls these of its network's functions and has all that they need; and it is as good as any other."""
+    names = GIN_CALLS if kernel.network == "gin" else {}
+    assert arm.calls == tuple(sorted(f"epcomm_{kernel.network}_{names.get(call, call)}" for call in calls))
+    assert (arm.undefined, arm.unreleased_puts) == ((), 0)
     assert (arm.spill_stores, arm.spill_loads) == (0, 0)
     assert arm.stack_bytes <= MOST_STACK
-    assert arm.registers <= KERNELS[name].made_for(NETWORK=network).options_for(arch)["maxnreg"]
+    assert arm.registers <= kernel.options_for(arm.arch)["maxnreg"]
     assert arm.defects() == []
     assert arm.cubin_bytes > 0
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_no_network_leaves_nothing(name: str) -> None:
-    arm, states, missing = compiled(name, "none", "sm_90")
-    assert (arm.calls, states, missing, arm.stack_bytes) == ((), set(), set(), 0)
+    arm, states = compiled(name, "none", "sm_90")
+    assert (arm.calls, arm.undefined, states, arm.stack_bytes) == ((), (), set(), 0)
     assert "extern_libs" not in KERNELS[name].made_for(NETWORK="none").options_for("sm_90")
 
 
+#: what each kernel with a network calls
+LINKED_CALLS = {
+    "barrier": {"raise"},
+    "send": {"put", "raise", "quiet"},
+    "recv": {"raise"},
+    "exchange_network": {"put", "raise", "quiet"},
+    "allreduce_rails": {"put", "raise", "quiet"},
+    "exchange_counts": {"put", "raise", "quiet"},
+    "dispatch": {"put", "raise", "quiet"},
+    "combine": {"put", "raise", "quiet"},
+    "combine_receive": {"raise"},
+}
 LINK_ARMS = [
-    pytest.param(name, arch, marks=() if arch == "sm_90" and name in link_arms() else pytest.mark.slow)
+    pytest.param((name, arch), marks=() if arch == "sm_90" and name in link_arms() else pytest.mark.slow)
     for arch in ARCHITECTURES
     for name, kernel in link_arms(everything=True).items()
     if kernel.runs_on(arch)
 ]
 
 
+@pytest.fixture(scope="module")
+def linking_arms(compilers: ProcessPoolExecutor, request: pytest.FixtureRequest) -> dict[tuple[str, ...], Future]:
+    """Each arm that a test of this run asks for, in the tests' order, where its network's wheel is."""
+    jobs = [item.callspec.params["job"] for item in request.session.items if "linking_arms" in item.fixturenames]
+    return {job: compilers.submit(compile_named, *job) for job in dict.fromkeys(jobs)}
+
+
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name, arch", LINK_ARMS)
-def test_arm(name: str, arch: str, compilers: ProcessPoolExecutor, request: Any) -> None:
-    kernel = link_arms(everything=True)[name]
+@pytest.mark.parametrize("job", LINK_ARMS, ids="-".join)
+def test_arm(job: tuple[str, str], linking_arms: dict[tuple[str, ...], Future], request: Any) -> None:
+    kernel = link_arms(everything=True)[job[0]]
     need(request, kernel.network)
-    arm = compilers.submit(compile_named, name, arch).result()
-    assert arm.calls and arm.defects() == []
-    assert arm.stack_bytes <= MOST_STACK and arm.registers <= kernel.options_for(arch)["maxnreg"]
+    check_linked(linking_arms[job].result(), kernel, LINKED_CALLS[kernel.name])
+
+
+def test_every_kernel_with_a_network_has_an_arm() -> None:
+    """Few or all, of both libraries; and every constant NETWORK that a kernel declares is in one."""
+    declared = {kernel.name for kernel in arms().values() if "NETWORK" in kernel.function.arg_names}
+    for network in NETWORKS:
+        for everything in (False, True):
+            found = link_arms(everything).values()
+            assert {kernel.name for kernel in found if kernel.network == network} == declared == set(LINKED_CALLS)
+    assert set(link_arms()) <= set(link_arms(everything=True))
+
+
+def test_docs_quote_the_committed_run() -> None:
+    """`epcomm aot --network ... --json benchmarks/results/gpu_link.json` wrote what docs/transports.md says of arms."""
+    root = Path(__file__).resolve().parent.parent
+    document = json.loads((root / "benchmarks" / "results" / "gpu_link.json").read_text())
+    found = {
+        (f"{arm['kernel']} {arm['arm']}", arm["arch"]): (arm["registers"], arm["cubin_bytes"], arm["spill_stores"])
+        for arm in document["arms"]
+    }
+    assert document["failures"] == [] and found.keys() == {(n, a) for n in link_arms() for a in ARCHITECTURES}
+    pair = r"(\d+) / (\d+)"
+    quoted = re.findall(rf"^\| `(.+)` \| {pair} \| {pair} \|$", (root / "docs" / "transports.md").read_text(), re.M)
+    assert len(quoted) == len(link_arms())
+    for name, *numbers in quoted:
+        older, newer = (found[name, arch] for arch in ARCHITECTURES)
+        assert [*map(int, numbers)] == [older[0], newer[0], older[1], newer[1]] and older[2] == newer[2] == 0
+
+
+def test_put_without_a_fence_is_found() -> None:
+    fence, store, label = "\tfence.acq_rel.sys; mov.u32 %r1, 0;", "\tst.global.b32 [%rd1], %r1;", "$L__BB0_3:"
+    call = "\tcall.uni (retval0), epcomm_gin_put, (param0);"
+    narrow = fence.replace("sys", "gpu")
+
+    def count(*lines: str) -> int:
+        return ptx.unreleased_puts("\n".join(lines))
+
+    assert count(fence, "$L__tmp3:", "\tst.param.b64 [param0], %rd1;", call) == 0
+    assert count(store, fence, call) == 0
+    assert [count(call), count(narrow, call), count(fence, store, call), count(fence, label, call)] == [1, 1, 1, 1]
+    assert count(fence, call, store, call) == 1
+    assert count(fence, store, call.replace("put", "flush")) == 0
+
+
+def test_function_that_no_library_has_is_found() -> None:
+    text = ".extern .func  (.param .b32 func_retval0) vprintf\n(\n.extern .func nvshmem_gone\n(\n.func there\n("
+    assert ptx.undefined(text) == ("nvshmem_gone",)
 
 
 def test_interpreted_kernels_do_without_a_network() -> None:
@@ -216,14 +254,9 @@ def test_networks_without_a_library_are_not_linked() -> None:
 def test_registers_that_a_launch_can_have(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("epcomm.device.gpu.compile.libraries", lambda network, arch: {})
     step = KERNELS["step"].made_for(NETWORK="nvshmem")
-    for num_warps, registers in ((4, 168), (8, 168), (16, 128)):
+    for num_warps, registers in ((1, 255), (4, 255), (8, 255), (16, 128)):
         assert replace(step, num_warps=num_warps).options_for("sm_90")["maxnreg"] == registers
-
-
-def test_windows() -> None:
-    segment = NetworkSegment(None, bases=torch.tensor([0, 4096, 0]).numpy(), handle=77)  # type: ignore[arg-type]
-    assert window_words(segment, raised=88, num_lines=9) == [0, 4096, 0, 77, 88, 9]
-    assert len(window_words(segment)) == 3 + control.WINDOW_WORDS
+    assert step.made_for(NETWORK="remote").options_for("sm_90")["maxnreg"] == step.max_registers
 
 
 def test_own_code_leaves_out_libraries() -> None:
@@ -366,117 +399,3 @@ def test_slice_of_a_library_without_the_functions(empty_cache: Path, tmp_path: P
     library.write_text('target triple = "nvptx64-nvidia-cuda"\ndefine void @nvshmem_quiet() {\n  ret void\n}\n')
     with pytest.raises(UnsupportedError, match="has no nvshmem_fence, nvshmemx_putmem_nbi_block, nvshmemx_signal_op"):
         nvshmem_slice.nvshmem_slice(library, "3.0", "sm_90")
-
-
-# ---- the host's side, as far as it goes without a GPU
-
-
-def test_versions_that_hosts_check(request: Any) -> None:
-    need(request, "gin", with_bindings=True)
-    require_gin()
-    need(request, "nvshmem", with_bindings=True)
-    require_nvshmem("sm_90")
-
-
-@pytest.mark.parametrize("network, module", [("nvshmem", "nvshmem.core"), ("gin", "nccl.core")])
-def test_bindings_are_missing(network: str, module: str, request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    need(request, network)
-    monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.setitem(sys.modules, module.split(".")[0], None)
-    with pytest.raises(UnsupportedError, match="pip install n(vshmem4py-cu12|ccl4py)"):
-        require_gin() if network == "gin" else require_nvshmem("sm_90")
-
-
-@pytest.mark.parametrize("network", [NvshmemNetwork, NcclNetwork])
-def test_network_needs_a_gpu(network: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UnsupportedError, match="can't be used: rank 0: N.* needs a GPU: torch .* finds no CUDA GPU"):
-        network(0, torch.device("cuda", 0), one_rank)
-
-
-def test_calls_of_nvshmem4py(request: Any) -> None:
-    need(request, "nvshmem", with_bindings=True)
-    import nvshmem.bindings
-    import nvshmem.core
-
-    inspect.signature(nvshmem.core.init).bind(device=0, uid=0, rank=0, nranks=1, initializer_method="uid")
-    inspect.signature(nvshmem.core.get_unique_id).bind(empty=True)
-    inspect.signature(nvshmem.core.finalize).bind()
-    assert nvshmem.bindings.uniqueid().ptr and nvshmem.bindings.uniqueid_dtype.itemsize == 128
-    for call, arguments in (("malloc", 1), ("free", 1), ("ptr", 2), ("cumodule_init", 1), ("cumodule_finalize", 1)):
-        inspect.signature(getattr(nvshmem.bindings, call)).bind(*range(arguments))
-
-
-def test_calls_of_nccl4py(request: Any) -> None:
-    need(request, "gin", with_bindings=True)
-    import nccl.bindings.nccl
-    import nccl.core
-    from nccl.core.utils import UniqueId
-
-    unique_id = nccl.core.get_unique_id()
-    assert bytes(UniqueId.from_bytes(bytes(unique_id.as_bytes)).as_bytes) == bytes(unique_id.as_bytes)
-    inspect.signature(nccl.core.Communicator.init).bind(1, 0, unique_id)
-    inspect.signature(nccl.core.Communicator.register_window).bind(None, None, nccl.core.WindowFlag.COLL_SYMMETRIC)
-    inspect.signature(nccl.core.Communicator.create_dev_comm).bind(None, requirements())
-    inspect.signature(nccl.core.mem_alloc).bind(4096, 0)
-    inspect.signature(nccl.core.RegisteredWindowHandle.get_peer_device_pointer).bind(None, 0)
-    for name in ("destroy", "nranks", "properties"):
-        assert hasattr(nccl.core.Communicator, name)
-    fields = nccl.core.NCCLCommProperties.__dataclass_fields__
-    assert {"device_api_support", "gin_type", "gin_connection_type", "dev_comm_runtime_version_size"} <= set(fields)
-    host = nccl.bindings.nccl.DevComm()
-    assert {"ptr", "gin_context_count"} <= set(dir(host))
-    assert nccl.bindings.nccl.dev_comm_dtype.names[:2] == ("magic", "version")
-    wanted = requirements()
-    assert wanted.gin_va_signals_required and wanted.gin_strong_signals_required
-    assert wanted.gin_connection_type == nccl.core.NcclGinConnectionType.FULL
-
-
-def test_kernels_find_the_number_of_contexts_before_the_communicator() -> None:
-    text = prefixed(b"\xef\xbe\xfe\xca" + bytes(244), 4)
-    assert len(text) == 128 + 248 and int.from_bytes(text[:8], "little") == 4 and text[128:132] == b"\xef\xbe\xfe\xca"
-
-
-def test_failure_of_one_rank_is_raised_by_all() -> None:
-    def exchange(payload: bytes) -> list[bytes]:
-        return [payload, pickle.dumps("no adapter")]
-
-    with pytest.raises(UnsupportedError, match="GIN: rank 1: no adapter"):
-        agreed("GIN", exchange, lambda: 1)
-    with pytest.raises(UnsupportedError, match="GIN: rank 0: ValueError: bad"):
-        agreed("GIN", one_rank, lambda: int(_raise(ValueError("bad"))))
-    assert agreed("GIN", one_rank, lambda: 7) == 7
-
-
-def _raise(error: Exception) -> int:
-    raise error
-
-
-def test_ranks_of_a_network_are_processes() -> None:
-    require_processes("GIN", one_rank)
-    with pytest.raises(UnsupportedError, match="must be a process of its own"):
-        require_processes("GIN", lambda payload: [payload, payload])
-
-
-def test_transport_is_a_network_only_between_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = torch.device("cuda", 0)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert connect("auto", 0, device, one_rank) is None
-    assert connect("peer_memory", 0, device, one_rank) is None
-
-    def with_another(payload: bytes) -> list[bytes]:
-        found = pickle.loads(payload)
-        return [payload, pickle.dumps(("auto", "another machine")) if isinstance(found, tuple) else payload]
-
-    with pytest.raises(UnsupportedError, match="on several machines: NCCL's GIN .*; NVSHMEM can't"):
-        connect("auto", 0, device, with_another)
-    with pytest.raises(ConfigError, match="wanted the same on all ranks, got 'auto', 'gin'"):
-        connect("gin", 0, device, with_another)
-    assert heap_network._boot_id()
-
-
-def test_transport_is_known() -> None:
-    from epcomm.kernels.gpu.cuda import CudaTarget
-
-    with pytest.raises(ConfigError, match="wanted one of 'auto', 'peer_memory', 'nvshmem', 'gin', got 'infiniband'"):
-        CudaTarget(torch.device("cuda"), transport="infiniband")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,32 +12,51 @@ import torch
 from ep_cases import KINDS, Case, Step, in_all_kinds, require, run_cases
 
 import epcomm
-from epcomm.errors import UnsupportedError
+from epcomm.device import control
 from epcomm.moe.quantize import Float8
 from epcomm.testing.adversary import delay_operations
 from epcomm.testing.interpreter import kernels_of
 from epcomm.testing.oracle import combined
 from epcomm.testing.ranks import run_ranks
 
-WORLDS = {"1+1": [0, 1], "2+2": [0, 0, 1, 1], "interleaved": [0, 1, 0, 1]}
+WORLDS = {"1+1": [0, 1], "1+2": [0, 1, 1], "2+2": [0, 0, 1, 1], "interleaved": [0, 1, 0, 1]}
+TRAFFIC = ["1+1", "2+2", "interleaved"]
 CASES = [
     Case(gate="holes_and_duplicates", tokens="uneven"),
     Case(hidden=16, tokens="none_on_even_ranks", gate="zipf", index_dtype=torch.int32, dtype=torch.float32),
 ]
 
 
-def on_nodes(nodes: Sequence[int], body: Callable[..., Any], *args: Any) -> list[Any]:
-    """What ``body(communicator, *args)`` returns on ranks that reach those of their own node by load and store only."""
+def on_nodes(nodes: Sequence[int], body: Callable[..., Any], *args: Any, target: Mapping[str, Any] | None = None,
+             **init: Any) -> list[Any]:  # fmt: skip
+    """What ``body(communicator, *args)`` returns on ranks that reach those of their own node by load and store only.
+
+    `target`: more options of `InterpretedTarget`.
+    """
 
     def run() -> Any:
-        with kernels_of("triton", network="remote", nodes=nodes), epcomm.init(timeout=30.0) as comm:
+        options = {"network": "remote", "nodes": nodes, **(target or {})}
+        with kernels_of("triton", **options), epcomm.init(timeout=30.0, **init) as comm:
             delay_operations(comm, seed=comm.size, longest=0.0005)
             return body(comm, *args)
 
     return run_ranks(run, len(nodes), timeout=100.0)
 
 
-@pytest.mark.parametrize("nodes", WORLDS.values(), ids=WORLDS)
+def tell_late(comm: epcomm.Communicator) -> None:
+    """From now on other nodes learn what this rank calls long after the other words of the call."""
+    network = comm._runtime._proxy
+    raise_word, headers = network.raise_word, range(control.HEADERS, control.control_region_bytes(comm.size))
+
+    def raise_late(window: int, rank: int, offset: int, value: int) -> None:
+        if offset in headers:
+            network._raised[window, rank, offset] = time.monotonic() + 0.3  # words at one place keep their order
+        raise_word(window, rank, offset, value)
+
+    network.raise_word = raise_late
+
+
+@pytest.mark.parametrize("nodes", [WORLDS[name] for name in TRAFFIC], ids=TRAFFIC)
 def test_traffic(nodes: list[int]) -> None:
     """Few cases: the interpreter needs milliseconds for what a kernel does in microseconds."""
     chosen = list(in_all_kinds(CASES[:1]))
@@ -71,14 +91,3 @@ def test_options() -> None:
     case = Case(hidden=128, num_experts=5, max_tokens=5, tokens="uneven", dtype=torch.float32)
     on_nodes(WORLDS["1+1"], run_options, [replace(case, mode=mode, layout=layout) for mode, layout in KINDS[::2]])
     on_nodes(WORLDS["1+1"], run_options, [replace(case, wire="rank")])
-
-
-def run_collectives(comm: epcomm.Communicator) -> None:
-    for _ in range(20):
-        comm.barrier()
-    with pytest.raises(UnsupportedError, match="reach each other by load and store"):
-        comm.allreduce(torch.ones(1))
-
-
-def test_collectives_other_than_the_barrier_are_refused() -> None:
-    on_nodes(WORLDS["interleaved"], run_collectives)

@@ -12,8 +12,16 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
+from epcomm.device import control
 from epcomm.device.gpu.remote import RemoteNetwork
 from epcomm.heap.cpu import Mapping, create_memory_file
+
+WORD_BYTES = 32 * control.LINE  # of each segment; what else is put goes behind them
+
+
+def line(number: int) -> int:
+    """The 64-bit word that opens a line."""
+    return number * control.LINE // 8
 
 
 class Parts:
@@ -34,9 +42,9 @@ def memory(num_bytes: int) -> Mapping:
 
 
 def arrivals(send: Callable[[RemoteNetwork], None], watched: Sequence[int]) -> list[tuple[int, ...]]:
-    """The states, in order, of these words of the peer's part while `send` is done, and after it."""
+    """The states, in order, of these 64-bit words of the peer's part while `send` is done, and after it."""
     parts, network = Parts(), RemoteNetwork(0, [0, 1], longest_delay=0.1)
-    network.add(parts)
+    network.add(parts, WORD_BYTES)
     assert parts.bases.tolist() == [parts.own.address, 0]
     words = parts.mappings[1].array(0, 1 << 16).view(np.int64)
     parts.own.array(0, 8 * 64).view(np.int64)[:] = np.arange(64)
@@ -52,11 +60,11 @@ def arrivals(send: Callable[[RemoteNetwork], None], watched: Sequence[int]) -> l
 
 
 def test_network_is_late_and_out_of_order() -> None:
-    places = [100 + number for number in range(1, 21)]
+    places = [line(number) for number in range(1, 21)]
 
     def send(network: RemoteNetwork) -> None:
         for number in range(1, 21):
-            network.raise_word(0, 1, 8 * (100 + number), number)
+            network.raise_word(0, 1, 8 * line(number), number)
 
     states = arrivals(send, places)
     assert 0 in states[0] and states[-1] == tuple(range(1, 21))
@@ -66,9 +74,9 @@ def test_network_is_late_and_out_of_order() -> None:
 def test_network_keeps_the_order_of_one_word() -> None:
     def send(network: RemoteNetwork) -> None:
         for number in range(1, 21):
-            network.raise_word(0, 1, 800, number)
+            network.raise_word(0, 1, 8 * line(3), number)
 
-    states = arrivals(send, [100])
+    states = arrivals(send, [line(3)])
     assert states == sorted(states) and states[-1] == (20,)
 
 
@@ -85,12 +93,20 @@ def test_network_tells_orders_apart(order: str, is_right: bool) -> None:
         for step in order.split():
             for number in numbers:
                 if step == "put":
-                    network.put(0, 1, 8 * (200 + number), 8 * number, 8)
+                    network.put(0, 1, WORD_BYTES + 8 * number, 8 * number, 8)
                 elif step == "raise":
-                    network.raise_word(0, 1, 8 * (100 + number), number)
+                    network.raise_word(0, 1, 8 * line(number), number)
                 else:
                     network.quiet()
 
-    states = arrivals(send, [100 + number for number in numbers] + [200 + number for number in numbers])
+    rows = [WORD_BYTES // 8 + number for number in numbers]
+    states = arrivals(send, [line(number) for number in numbers] + rows)
     runs_ahead = any(word and not row for state in states for word, row in zip(state[:20], state[20:], strict=True))
     assert runs_ahead is not is_right
+
+
+@pytest.mark.parametrize("offset", [8, WORD_BYTES])
+def test_network_refuses_words_that_are_not_counted(offset: int) -> None:
+    """GIN counts what was raised per line of the words at the front of a segment: others would be lost."""
+    with pytest.raises(ValueError, match=f"a word at {offset}: wanted the start of a line below {WORD_BYTES}"):
+        arrivals(lambda network: network.raise_word(0, 1, offset, 1), [0])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from collective_cases import FLOATS, addend, payload, reduced, same_bits
+from collective_cases import addend, payload, reduced, same_bits
 from collective_checks import (
     CHUNK,
     STREAMING,
@@ -19,6 +19,7 @@ from collective_checks import (
     check_reduce_scatter,
     check_reductions,
     check_rooted,
+    check_rounding,
     reduction_cases,
 )
 from failure_cases import Raised, raised_by, works
@@ -95,28 +96,9 @@ def test_calls_behind_one_another(hosts: list[int], port: int) -> None:
 # ---- rounding
 
 
-def check_rounding(comm: epcomm.Communicator, hosts: list[int]) -> list[bytes]:
-    """Sums are made on each host in rank order, then of the hosts' sums in their order, and rounded once."""
-    found = []
-    for dtype in FLOATS:
-        inputs = [
-            torch.randn(300_001, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(comm.size)
-        ]
-        wide = torch.float64 if dtype is torch.float64 else torch.float32
-        partial = []
-        for host in dict.fromkeys(hosts):
-            partial.append(sum(x.to(wide) for x, of in zip(inputs, hosts, strict=True) if of == host))
-        total = sum(partial)
-        assert isinstance(total, torch.Tensor)
-        check(comm, dtype, comm.allreduce(inputs[comm.rank]), total.to(dtype))
-        check(comm, (dtype, "avg"), comm.allreduce(inputs[comm.rank], "avg"), (total / comm.size).to(dtype))
-        found.append(bytes(comm.reduce_scatter(torch.stack([inputs[comm.rank]] * comm.size)).view(torch.uint8).numpy()))
-    return found
-
-
 @EVERY_WORLD
 def test_rounding(hosts: list[int], port: int) -> None:
-    results = on_hosts(hosts, port, check_rounding, hosts)
+    results = on_hosts(hosts, port, check_rounding, hosts, 300_001)
     assert all(result == results[0] for result in results)  # each rank's part had the same inputs
 
 
@@ -147,6 +129,11 @@ MISMATCHES: dict[str, tuple[Callable[..., Any], Callable[..., Any], list[str]]] 
         lambda c: c.allgather(torch.ones(50_000)),
         lambda c: c.broadcast(torch.ones(50_000)),
         ["allgather(", "broadcast("],
+    ),
+    "root": (
+        lambda c: [c.broadcast(torch.ones(9)), c.barrier()],  # a rank that gets its bytes learns in the next operation
+        lambda c: [c.broadcast(torch.ones(9), 1), c.barrier()],
+        ["broadcast(", "src=0", "src=1"],
     ),
 }
 
@@ -189,6 +176,7 @@ WAITS: dict[str, Callable[[epcomm.Communicator], Any]] = {
     "allreduce": lambda c: c.allreduce(torch.ones(900_000), timeout=0.5),
     "allgather": lambda c: c.allgather(torch.ones(900_000), timeout=0.5),
     "reduce_scatter": lambda c: c.reduce_scatter(torch.ones(c.size, 200_000), timeout=0.5),
+    "broadcast": lambda c: c.broadcast(torch.ones(900_000), timeout=0.5),
     "recv": lambda c: c.recv(torch.ones(4), c.size - 1, timeout=0.5),
     "send": lambda c: c.send(torch.ones(900_000), c.size - 1, timeout=0.5),
 }
@@ -214,8 +202,9 @@ def test_timeouts(port: int) -> None:
     for number, name in enumerate(WAITS):
         errors = [found[number] for found in others]
         assert all(isinstance(error, (EpcommTimeoutError, PeerFailedError)) for error in errors), (name, errors)
-        # of an allreduce one that is no rail waits for the rail of its host, which waits for the late rank
-        awaited = "waited 0.5 s for rank" if name == "allreduce" else "waited 0.5 s for rank 3"
+        # of an allreduce one that is no rail waits for the rail of its host, which waits for the late rank; of a
+        # broadcast the root for the host below, which waits for the one below it
+        awaited = "waited 0.5 s for rank" if name in ("allreduce", "broadcast") else "waited 0.5 s for rank 3"
         assert any(awaited in str(error) for error in errors), (name, errors)
 
 

@@ -13,11 +13,12 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from failure_cases import SOON, Raised, raised_by
 from host_cases import EVERY_WORLD, WORLDS
@@ -28,6 +29,7 @@ from epcomm.errors import MismatchError, PeerFailedError, PeerLostError, Unsuppo
 from epcomm.errors import TimeoutError as EpcommTimeoutError
 from epcomm.kernels import target
 from epcomm.kernels.cpu.target import CpuTarget
+from epcomm.proxy import NoProxy
 from epcomm.rendezvous import GroupRendezvous, StoreRendezvous
 from epcomm.runtime import Runtime
 from epcomm.testing import namespaces
@@ -147,19 +149,69 @@ def test_process_group_and_torchrun(port: int) -> None:
     run_ranks(body, 4, torchrun_port)
 
 
-def test_target_without_network(port: int) -> None:
-    class Local(CpuTarget):
-        name, kind = "local", "local"
+def test_gpus_without_a_transport(port: int) -> None:
+    """All ranks say why each transport was refused."""
+
+    class OnGpus(CpuTarget):
+        def connect(self, rank: int, hosts: Sequence[int], exchange: Callable[[bytes], list[bytes]]) -> Any:
+            os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported: other tests interpret in this process
+            from epcomm.heap import transport
+
+            return transport.connect("auto", rank, hosts, torch.device("cuda", 0), exchange)
 
     def body() -> Raised:
-        token = target.make_target.set(Local)
+        token = target.make_target.set(OnGpus)
         try:
             return raised_by(join, port, WORLDS["2+2"])
         finally:
             target.make_target.reset(token)
 
     for raised in run_ranks(body, 4):
-        assert isinstance(raised.error, UnsupportedError) and "[0, 0, 1, 1]" in raised.text, raised
+        assert isinstance(raised.error, UnsupportedError), raised
+        for reason in ("the ranks are on 2 hosts, by rank [0, 0, 1, 1]", "NVSHMEM needs a GPU", "GIN needs a GPU"):
+            assert reason in raised.text, raised
+
+
+def test_network_is_closed_by_all_or_left() -> None:
+    """What all ranks must give back together is given back by a close that all have come to, and by no other."""
+    closed: list[bool] = []
+
+    class Network(NoProxy):
+        nodes = [0, 0]
+
+        def close(self, is_together: bool = False) -> None:
+            closed.append(is_together)
+
+    class OnNetwork(CpuTarget):
+        def connect(self, rank: int, hosts: Sequence[int], exchange: Callable[[bytes], list[bytes]]) -> Any:
+            assert [list(hosts), exchange(str(rank).encode())] == [[0, 0], [b"0", b"1"]]
+            return Network()
+
+    def body() -> list[bool]:
+        token = target.make_target.set(OnNetwork)
+        try:
+            with epcomm.init(timeout=20.0) as comm:
+                assert comm.nodes == [0, 0]
+                comm.barrier()
+            comm.close()  # once more
+            failed = epcomm.init(timeout=20.0)
+            if failed.rank == 0:
+                failed.abort()
+            raised_by(failed.barrier)
+            failed.close()
+            revived = epcomm.init(timeout=20.0)
+            if revived.rank == 1:
+                revived.abort()
+            raised_by(revived.barrier)
+            revived.reset()
+            revived.close()
+            with pytest.raises(ZeroDivisionError), epcomm.init(timeout=20.0):
+                raise ZeroDivisionError
+        finally:
+            target.make_target.reset(token)
+        return closed
+
+    assert run_ranks(body, 2) == [[True, False, True, False]] * 2
 
 
 # ---- failing

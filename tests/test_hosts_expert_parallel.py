@@ -90,9 +90,8 @@ def test_dropped_rows(layout: str, wire: str, port: int) -> None:
     on_hosts(WORLDS["interleaved"], port, run_dropping, [case, replace(case, gate="one_rank")])
 
 
-def run_after_reset(comm: epcomm.Communicator) -> None:
+def run_after_reset(comm: epcomm.Communicator, case: Case) -> None:
     """A failure in the middle of traffic, then the same handle in the next generation."""
-    case = Case(max_tokens=64, hidden=512)
     ep = case.handle(comm)
     for _ in range(3):
         error: Any = None
@@ -111,7 +110,7 @@ def run_after_reset(comm: epcomm.Communicator) -> None:
 
 @EVERY_WORLD
 def test_reset(hosts: list[int], port: int) -> None:
-    on_hosts(hosts, port, run_after_reset)
+    on_hosts(hosts, port, run_after_reset, Case(max_tokens=64, hidden=512))
 
 
 @pytest.mark.parametrize("hosts", [WORLDS["1+2"], WORLDS["2+2"]], ids=str)

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from itertools import product
 
+import numpy as np
 import pytest
-from plan_checks import adversaries, assert_runs_right
+from plan_checks import adversaries, assert_runs_right, inputs_of
 
 from epcomm.collectives.algorithms import ALGORITHMS
 from epcomm.collectives.algorithms.double_binary_tree import Tree, two_trees
 from epcomm.collectives.algorithms.pat import tree_edges
 from epcomm.collectives.algorithms.swing import swing_partner
 from epcomm.collectives.plan import COLLECTIVES, Plan
-from epcomm.collectives.plan.conditions import ROOTED
+from epcomm.collectives.plan.conditions import REDUCTIONS, ROOTED
+from epcomm.collectives.plan.reference import execute
 from epcomm.collectives.plan.verify import Proof, verify
 from epcomm.errors import ConfigError
 
 PAIRS = [(name, kind) for name, algorithm in ALGORITHMS.items() for kind in algorithm.forms]
 #: what is done by powers of two of ranks only
 POWERS_OF_TWO = {
-    ("recursive_doubling", "allgather"), ("halving_doubling", "reduce_scatter"),
+    ("halving_doubling", "reduce_scatter"), ("halving_doubling", "allgather"),
     ("swing", "allreduce"), ("swing", "reduce_scatter"), ("swing", "allgather"),
 }  # fmt: skip
 MANY_RANKS = {"ring", "double_binary_tree", "recursive_doubling", "halving_doubling", "pat", "swing", "bruck", "direct"}
@@ -123,6 +125,36 @@ def test_bandwidth():
     assert most_sent("one_shot", 8) == 7
     assert most_sent("recursive_doubling", 8) == 3
     assert most_sent("double_binary_tree", 8) <= 2
+
+
+@pytest.mark.parametrize("num_ranks", [2, 5, 8])
+@pytest.mark.parametrize("name, kind", [pair for pair in PAIRS if pair[1] in REDUCTIONS])
+def test_roundings_by_running(name, kind, num_ranks):
+    """Sums that count how deep they are: the deepest is what the proof says."""
+    if (name, kind) in POWERS_OF_TWO and num_ranks == 5:
+        pytest.skip("a power of two of ranks only")
+    plan, proof = proven(name, kind, num_ranks)
+    zeros = [np.zeros(len(given), np.int64) for given in inputs_of(plan.collective)]
+    outputs = execute(plan, zeros, reduce=lambda a, b: np.maximum(a, b) + 1).outputs
+    assert max(int(output.max(initial=0)) for output in outputs) == proof.roundings
+
+
+@pytest.mark.parametrize("num_ranks", [3, 5, 8])
+@pytest.mark.parametrize("name", [name for name, kind in PAIRS if kind == "allreduce"])
+def test_all_ranks_get_the_same_bits(name, num_ranks):
+    """Of float32 numbers of very different sizes, whose sum depends on the order."""
+    if (name, "allreduce") in POWERS_OF_TWO and num_ranks & (num_ranks - 1):
+        pytest.skip("a power of two of ranks only")
+    plan, _ = proven(name, "allreduce", num_ranks)
+    generator = np.random.default_rng(num_ranks)
+    shapes = [(len(given), 500) for given in inputs_of(plan.collective)]
+    inputs = [generator.standard_normal(shape) * 10.0 ** generator.integers(-6, 6, shape) for shape in shapes]
+    inputs = [given.astype(np.float32) for given in inputs]
+    assert (sum(inputs) != sum(inputs[::-1])).any()
+    first = execute(plan, inputs).outputs[0]
+    for in_place, scheduler in product((False, True), adversaries(plan)[:4]):
+        for output in execute(plan, inputs, in_place=in_place, scheduler=scheduler).outputs:
+            assert output.tobytes() == first.tobytes()
 
 
 def test_every_collective_has_algorithms():

@@ -11,7 +11,9 @@ import pytest
 from plan_checks import assert_runs_right, wrong_ranks
 from plan_mutations import sources
 from rich.console import Console
+from typer.testing import CliRunner
 
+from epcomm.cli import app
 from epcomm.collectives.algorithms import ALGORITHMS
 from epcomm.collectives.plan import Collective, Location, Op, Plan, Program, Step
 from epcomm.collectives.plan.json_format import from_json, to_json
@@ -260,5 +262,44 @@ def test_runs_check_their_inputs():
     plan = ALGORITHMS["ring"].plan("broadcast", 2)
     with pytest.raises(ConfigError, match=r"inputs\[1\]: wanted 0 chunks, got 1"):
         execute(plan, [[[1]], [[1]]])
+    with pytest.raises(ConfigError, match="inputs: wanted 2 arrays, got 1"):
+        execute(plan, [[[1]]])
 
 
+def command(*words: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["plan", *map(str, words)], env={"COLUMNS": "200"})
+    return result.exit_code, " ".join(result.output.split())
+
+
+def test_commands(tmp_path):
+    json_file, xml_file = tmp_path / "plan.json", tmp_path / "plan.xml"
+    code, printed = command("make", "hierarchical", "reduce", "--ranks", 4, "--ranks-per-node", 2, "--root", 3)
+    assert code == 0 and "proven at a FIFO depth of 8" in printed
+    assert "hierarchical reduce: reduce of 4 ranks, 1 chunks, root 3" in printed
+    code, printed = command("make", "ring", "allreduce", "--ranks", 3, "--channels", 2, "--out", json_file)
+    assert code == 0 and "proven at a FIFO depth of 8; rounds 2 times" in printed
+    assert from_json(json_file.read_text()) == ALGORITHMS["ring"].plan("allreduce", 3, channels=2)
+    assert command("show", json_file, "--out", xml_file)[0] == 0
+    assert verify(from_msccl(xml_file.read_text())).roundings == 2
+    code, printed = command("show", xml_file)
+    assert code == 0 and "recv_reduce_send from 2 to 1" in printed
+
+
+def test_commands_say_what_is_wrong(tmp_path):
+    file = tmp_path / "plan.json"
+    file.write_text(LINES.replace('"op": "recv", "dst": ["output", 0], "from": 0', '"op": "nop"'))
+    code, printed = command("show", file)
+    assert code == 1 and "wrong (message)" in printed
+    code, printed = command("show", file, "--out", tmp_path / "other.json")
+    assert code == 1 and not (tmp_path / "other.json").exists()
+    file.write_text("{}")
+    assert command("show", file)[0] == 2 and "plan.json, line 1: misses format" in command("show", file)[1]
+    assert "No such file" in command("show", tmp_path / "none.json")[1]
+    for words, problem in (
+        (("make", "rings", "reduce", "--ranks", 2), "algorithm: wanted one of ring"),
+        (("make", "ring", "alltoall", "--ranks", 2), "ring does allreduce"),
+        (("make", "ring", "reduce", "--ranks", 2, "--ranks-per-node", 1), "unknown options ranks_per_node"),
+        (("make", "ring", "reduce", "--ranks", 2, "--out", tmp_path), "Is a directory"),
+    ):
+        code, printed = command(*words)
+        assert code == 2 and problem in printed.replace("│ ", ""), printed

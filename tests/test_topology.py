@@ -258,6 +258,8 @@ def test_this_machine():
     topology = read_host()
     assert topology.num_ranks >= 1 and topology.unit == "relative"
     assert all(topology.bandwidth(0, rank) > 0 for rank in range(1, topology.num_ranks))
+    caches = [device for device in topology.devices if device.kind == "cache"]
+    assert all(cache.num_bytes > 0 for cache in caches)
     assert sorted(ring_order(topology)) == list(range(topology.num_ranks))
 
 
@@ -273,11 +275,11 @@ def fake_host(root: Path, cores_of_domain: list[list[int]], threads: int = 1) ->
             siblings = ",".join(str(core + number * thread) for thread in range(threads))
             for thread in range(threads):
                 folder = f"cpu/cpu{core + number * thread}"
-                files |= {
-                    f"{folder}/topology/thread_siblings_list": siblings,
-                    f"{folder}/cache/index0/level": "1", f"{folder}/cache/index0/shared_cpu_list": siblings,
-                    f"{folder}/cache/index3/level": "3", f"{folder}/cache/index3/shared_cpu_list": everyone,
-                }  # fmt: skip
+                files[f"{folder}/topology/thread_siblings_list"] = siblings
+                caches = (("1", "Data", siblings), ("1", "Instruction", siblings), ("3", "Unified", everyone))
+                for index, (level, kind, shared) in enumerate(caches):
+                    fields = {"level": level, "type": kind, "shared_cpu_list": shared, "size": f"{32 * int(level)}K"}
+                    files |= {f"{folder}/cache/index{index}/{name}": text + "\n" for name, text in fields.items()}
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -289,7 +291,10 @@ def test_a_host_of_two_sockets(tmp_path):
     topology = read_host(tmp_path)
     assert topology.ranks == tuple(f"core{core}" for core in range(6))
     assert topology.bandwidth(0, 2) == 1 and topology.bandwidth(0, 1) == 10 / 32
-    assert topology.route(0, 2).devices == ("core0", "cache of 0", "core2")
+    assert topology.route(0, 2).devices == ("core0", "L1 of 0", "L3 of 0", "L1 of 2", "core2")
+    assert topology.route(0, 1).devices[2:6] == ("L3 of 0", "cpu0", "cpu1", "L3 of 1")
+    assert (topology.device("L1 of 0").num_bytes, topology.device("L3 of 1").num_bytes) == (32 * 1024, 96 * 1024)
+    assert sum(device.kind == "cache" for device in topology.devices) == 6 + 2
     order = ring_order(topology)
     assert crossings(order, lambda rank: rank % 2) == 2
     with pytest.raises(UnsupportedError, match="doesn't describe cores"):

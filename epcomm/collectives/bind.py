@@ -10,10 +10,11 @@ import numpy as np
 import torch
 
 from epcomm.collectives.copy_engine import CopyMove
-from epcomm.collectives.selection import chosen_algorithm
+from epcomm.collectives.selection import chosen_algorithm, is_scattered_by_rails, num_shares
 from epcomm.device.control import GENERATION_SHIFT
 from epcomm.heap.private import PrivateMemory
 from epcomm.kernels.protocol import collectives as protocol
+from epcomm.kernels.protocol.arithmetic import partial_dtype
 from epcomm.kernels.protocol.collectives import CollectiveRegions
 from epcomm.kernels.protocol.nodes import node_table
 from epcomm.kernels.target import Kernel, Target
@@ -35,7 +36,8 @@ class Binder:
         self._state[protocol.MULTICAST] = runtime.target.multicast(runtime.collectives)
         self.has_multicast = bool(self._state[protocol.MULTICAST])
         self._nodes = private_words(runtime.target, node_table(runtime.nodes))
-        self.spans_hosts = max(runtime.nodes) > 0
+        self.num_nodes = max(runtime.nodes) + 1
+        self.spans_hosts = self.num_nodes > 1
         self._state[protocol.NODES] = self._nodes.address
         self._state[protocol.PUSHED_WORDS : protocol.PARTIAL_SLOTS + 1] = (
             regions.pushed,
@@ -96,10 +98,30 @@ class Binder:
 
     def reduce(self, text: str, num_bytes: int, dtype: torch.dtype, op: str, algorithm: str, root: int) -> Operation:
         """Allreduce, or with `root` >= 0 a reduce to that rank."""
+        chosen = chosen_algorithm(algorithm, num_bytes, self.spans_hosts)
+        kept = num_bytes if root in (-1, self.runtime.rank) else 0
+        return self._reduction(text, num_bytes, dtype, op, chosen, root, 0, kept)
+
+    def reduce_scatter(self, text: str, each: int, dtype: torch.dtype, op: str) -> Operation | CopyMove:
+        """Of `each` bytes per rank."""
+        size, rank, everyone = self.runtime.size, self.runtime.rank, range(self.runtime.size)
+        most_members = max(map(self.runtime.nodes.count, self.runtime.nodes))
+        scale = partial_dtype(dtype, op).itemsize // dtype.itemsize
+        by_rails = self.spans_hosts and self.runtime.target.runs_on_threads  # GPUs have no such kernel yet
+        if by_rails and is_scattered_by_rails(size * each, most_members, scale):
+            return self._reduction(text, size * each, dtype, op, "scattered_rails", -1, rank * each, each)
+        table = [[to * each for to in everyone], [each] * size, [0] * size, [each] * size]
+        return self.exchange(text, table, each, reduction=(dtype, op))
+
+    def _reduction(self, text: str, num_bytes: int, dtype: torch.dtype, op: str, algorithm: str, root: int,
+                   kept_offset: int, kept_bytes: int) -> Operation:  # fmt: skip
         args = self.block()
         args.words[protocol.ROOT] = root
-        chosen = chosen_algorithm(algorithm, num_bytes, self.spans_hosts)
-        return self.operation(self.runtime.target.reduce(args.words, chosen, dtype, op), args, text)
+        args.words[protocol.ARE_ALONE] = self.num_nodes == self.runtime.size
+        args.words[[protocol.KEPT_OFFSET, protocol.KEPT_BYTES]] = kept_offset, kept_bytes
+        kernel = self.runtime.target.reduce(args.words, algorithm, dtype, op)
+        args.words[protocol.NUM_SHARES] = num_shares(num_bytes, self.num_nodes, int(args.words[protocol.PARTIAL_SCALE]))
+        return self.operation(kernel, args, text)
 
     def exchange(
         self,
@@ -108,16 +130,21 @@ class Binder:
         max_pair_bytes: int,
         *,
         shared: bool = False,
+        root: int = -1,
         reduction: tuple[torch.dtype, str] | None = None,
     ) -> Operation | CopyMove:
-        """Data movement. `table`: send offsets, send bytes, receive offsets, receive bytes, each by peer."""
-        if self.runtime.target.copy_engine_bytes and reduction is None:
+        """Data movement. `table`: send offsets, send bytes, receive offsets, receive bytes, each by peer.
+
+        `shared`: all that get anything from a rank get the same. `root`: all ranks get that one's bytes, and no others.
+        """
+        if self.runtime.target.copy_engine_bytes and reduction is None and not self.spans_hosts:
             return CopyMove(self.runtime, self.barrier(text), self.regions.copies, table, max_pair_bytes, shared)
         args = self.block()
         memory = private_words(self.runtime.target, itertools.chain(*table))
         args.words[protocol.TABLE] = memory.address
         args.words[protocol.MAX_PAIR_BYTES] = max_pair_bytes
         args.words[protocol.SHARED] = shared
+        args.words[protocol.ROOT] = root
         kernel = self.runtime.target.exchange(args.words, reduction, self.spans_hosts)
         return self.operation(kernel, args, text, memory)
 

@@ -178,7 +178,7 @@ class Collectives:
         if isinstance(operation, CopyMove):
             return self._copy(operation, x, result, async_op, timeout)
         streaming = result is not None and _num_bytes(result) > STREAMING_BYTES
-        values = (x.data_ptr(), 0 if result is None else result.data_ptr(), 0, streaming)
+        values = (x.data_ptr(), 0 if result is None else result.data_ptr(), x.nbytes, streaming)
         return self._call(operation, values, (x, result), result, async_op, timeout)
 
     def _copy(self, move: CopyMove, x: torch.Tensor, result: torch.Tensor | None, async_op: bool,
@@ -238,7 +238,8 @@ class Collectives:
             sends = [each if self.runtime.rank == src else 0] * size
             receives = [each if rank == src else 0 for rank in self._everyone]
             text = f"broadcast(x={x.dtype} {tuple(x.shape)}, src={src})"
-            return self._binder.exchange(text, [[0] * size, sends, [0] * size, receives], each, shared=True)
+            table = [[0] * size, sends, [0] * size, receives]
+            return self._binder.exchange(text, table, each, shared=True, root=src)
 
         return self._move(("broadcast", x.shape, x.dtype, src), bind, x.contiguous(), result, async_op, timeout)
 
@@ -280,10 +281,8 @@ class Collectives:
         each = _num_bytes(result)
 
         def bind() -> Operation | CopyMove:
-            offsets = [rank * each for rank in self._everyone]
             text = f"reduce_scatter(x={x.dtype} {tuple(x.shape)}, op={op})"
-            table = [offsets, [each] * size, [0] * size, [each] * size]
-            return self._binder.exchange(text, table, each, reduction=(x.dtype, op))
+            return self._binder.reduce_scatter(text, each, x.dtype, op)
 
         return self._move(("reduce_scatter", x.shape, x.dtype, op), bind, x.contiguous(), result, async_op, timeout)
 

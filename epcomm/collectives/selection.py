@@ -47,3 +47,24 @@ def chosen_algorithm(algorithm: str, num_bytes: int, spans_hosts: bool) -> str:
     if algorithm != "auto":
         return algorithm
     return "one_shot" if num_bytes <= ONE_SHOT_BYTES else "two_shot"
+
+
+def num_shares(num_bytes: int, num_nodes: int, partial_scale: int) -> int:
+    """How many nodes finish each part of an allreduce by rails: one share each, or 1 where every node finishes all.
+
+    Every node finishing all takes one hop, and a node sends `partial_scale` bytes per byte of the message to each other
+    one; else it takes two, and each node sends the part ``1 / num_nodes`` of that and of the result. Two hops are for
+    messages whose bytes take longer than a hop, if that saves any.
+    """
+    one_hop, two_hops = partial_scale * num_nodes, partial_scale + 1  # bytes that a node sends each other, scaled
+    is_small = (num_nodes - 1) * num_bytes <= ONE_SHOT_BYTES
+    return 1 if is_small or one_hop <= two_hops else num_nodes
+
+
+def is_scattered_by_rails(num_bytes: int, most_members: int, partial_scale: int) -> bool:
+    """Whether a reduce-scatter of `num_bytes` per rank is reduced on each host before anything travels.
+
+    Else each rank sends its bytes to who sums them: as many rows of them as its node has members, of which the largest
+    has `most_members`. By rails it is one of `partial_scale` and one of the result, which needs more hops.
+    """
+    return num_bytes > ONE_SHOT_BYTES and most_members > partial_scale + 1

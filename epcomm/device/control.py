@@ -36,6 +36,7 @@ TICKET, LEFT = 15, 16  # programs of a GPU launch that began and that ended so f
 NETWORK = 17  # what kernels need to reach ranks that load and store don't reach: see device.*.network; else 0
 PEERS = 18  # the window of the collectives' segment, see below; then base addresses, by rank, of the control regions
 CONTEXT_WORDS = PEERS  # and those
+# behind them, by rank, on CPUs: nanoseconds that programs have waited for it, beyond the polls that go first
 
 # ---- window (words): a symmetric segment as kernels address it. First base addresses by rank, 0 where load and store
 # don't reach; then what a network needs to put bytes into that rank's copy

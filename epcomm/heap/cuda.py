@@ -74,7 +74,7 @@ class CudaSegment:
         bases = []
         for process, payload in zip(processes, exchange(pickle.dumps(own)), strict=True):
             address, peer_device, handle = pickle.loads(payload)
-            _require_peer_access(device, peer_device)
+            require_peer_access(device, peer_device)
             if process != os.getpid():
                 opened = torch.UntypedStorage._new_shared_cuda(*handle)
                 self._storages.append(opened)
@@ -83,13 +83,13 @@ class CudaSegment:
         self.bases = np.array(bases, dtype=np.int64)
 
 
-def _require_peer_access(device: torch.device, peer: int) -> None:
-    """Raises unless kernels on `device` can load and store on device number `peer`; enables it."""
+def require_peer_access(device: torch.device, peer: int) -> None:
+    """Raises UnsupportedError unless kernels on `device` can load and store on device number `peer`; enables it."""
     if device.index == peer:
         return
     if not torch.cuda.can_device_access_peer(device.index, peer):
         raise UnsupportedError(
-            f"init: cuda:{device.index} has no peer access to cuda:{peer} (no NVLink or PCIe path between them); ranks "
+            f"cuda:{device.index} has no peer access to cuda:{peer} (no NVLink or PCIe path between them); ranks "
             "must be on GPUs that reach each other's memory"
         )
     torch.empty(1, device=device).copy_(torch.empty(1, device=f"cuda:{peer}"))  # torch enables access at the first copy

@@ -7,91 +7,79 @@ what the shim can't ask NCCL for in the `PREFIX` bytes before it.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
+from epcomm.device.control import LINE
 from epcomm.device.gpu.bitcode import installed, libraries, require_version, version_text
 from epcomm.device.gpu.gin import PREFIX
 from epcomm.errors import UnsupportedError
 from epcomm.heap.cuda import CudaMapping
-from epcomm.heap.network import Exchange, NetworkSegment, agreed, require_processes, zeroed
+from epcomm.heap.network import Exchange, Network, NetworkSegment, bindings, zeroed
 
-_WHAT = "NCCL's GIN can't be used"
 _MAGIC = 0xCAFEBEEF  # of all structs that NCCL versions
 
 
-def require_gin() -> None:
-    """Raises UnsupportedError with the reason unless kernels can be linked with NCCL here, and the host call it."""
-    libraries("gin", "sm_90")  # one for all
-    core, bindings = _core(), _bindings()
-    try:
-        loaded = version_text(int(bindings.get_version()))
-    except Exception as error:  # the loader's own errors
-        raise UnsupportedError(f"nccl4py can't load NCCL: {error}") from error
-    require_version(installed("nccl")[0], loaded)
-    written_for = str(core.get_version().nccl_bindings)
-    if written_for.split(".")[:2] != loaded.split(".")[:2]:
-        raise UnsupportedError(
-            f"nccl4py {core.__version__} is written for NCCL {written_for}, the NCCL that is loaded is {loaded}: "
-            "install the nccl4py of that NCCL"
-        )
+class NcclNetwork(Network):
+    """See `heap.network.Network`. Without `needs_gin` it is NCCL's windows and device communicator alone."""
 
-
-def _core() -> Any:
-    try:
-        import nccl.core
-    except ImportError as error:
-        raise UnsupportedError(f"NCCL's GIN needs nccl4py: pip install nccl4py ({error})") from error
-    return nccl.core
-
-
-def _bindings() -> Any:
-    """The calls of NCCL's library as they are; `_core` says what is missing if they can't be imported."""
-    import nccl.bindings.nccl
-
-    return nccl.bindings.nccl
-
-
-class NcclNetwork:
-    """See `heap.network.Network`. Collective to make."""
-
-    name = "gin"
+    name, title, package = "gin", "NCCL's GIN", "nccl4py"
+    modules = "nccl.core", "nccl.bindings.nccl"
 
     def __init__(self, rank: int, device: torch.device, exchange: Exchange, needs_gin: bool = True):
-        self._device, self._exchange = device, exchange
+        self._needs_gin = needs_gin
         self._windows: list[tuple[Any, Any]] = []
-        agreed(_WHAT, exchange, _check)
-        require_processes(_WHAT, exchange)
-        size = len(exchange(b""))
-        mine = agreed(_WHAT, exchange, lambda: bytes(_core().get_unique_id().as_bytes) if rank == 0 else b"")
-        shared = exchange(mine)[0]
+        super().__init__(rank, device, exchange)
 
+    @classmethod
+    def require_library(cls, arch: str) -> None:
+        libraries("gin", arch)  # one for all
+        core = cls.core()
+        try:
+            loaded = version_text(int(cls.calls().get_version()))
+        except Exception as error:  # the loader's own errors
+            raise UnsupportedError(f"nccl4py can't load NCCL: {error}") from error
+        require_version(installed("nccl")[0], loaded)
+        written_for = str(core.get_version().nccl_bindings)
+        if written_for.split(".")[:2] != loaded.split(".")[:2]:
+            raise UnsupportedError(
+                f"nccl4py {core.__version__} is written for NCCL {written_for}, the NCCL that is loaded is {loaded}: "
+                "install the nccl4py of that NCCL"
+            )
+
+    @classmethod
+    def _unique_id(cls) -> bytes:
+        return bytes(cls.core().get_unique_id().as_bytes)
+
+    def _start(self, rank: int, size: int, shared: bytes, agree: Callable[[Callable[[], Any]], Any]) -> None:
         def initialize() -> Any:
-            with torch.cuda.device(device):
-                return _core().Communicator.init(size, rank, _unique_id(shared))
+            unique_id = bindings("nccl.core.utils", self.title, self.package).UniqueId.from_bytes(shared)
+            with torch.cuda.device(self._device):
+                return self.core().Communicator.init(size, rank, unique_id)
 
-        self._communicator = agreed(_WHAT, exchange, initialize)
-        if needs_gin:
-            agreed(_WHAT, exchange, self._require_network)
-        self._for_kernels = agreed(_WHAT, exchange, lambda: self._communicator.create_dev_comm(requirements(needs_gin)))
-        self._copy = agreed(_WHAT, exchange, self._copy_to_device)
-        self.context = self._copy.data_ptr() + PREFIX.value
+        self._communicator = agree(initialize)
+        if self._needs_gin:
+            agree(self._require_network)
+        self._for_kernels = agree(lambda: self._communicator.create_dev_comm(requirements(self._needs_gin)))
+        self._copy = agree(self._copy_to_device)
+        self.address = self._copy.data_ptr() + PREFIX.value
 
     def _require_network(self) -> None:
         properties = self._communicator.properties
         if not properties.device_api_support:
             raise UnsupportedError("this NCCL communicator has no device API")
-        widest = _core().NcclGinConnectionType
+        widest = self.core().NcclGinConnectionType
         if properties.gin_connection_type not in (None, widest.FULL):
             raise UnsupportedError(f"wanted GIN between all ranks, NCCL offers {properties.gin_connection_type!r}")
-        if properties.gin_type == _core().NcclGinType.NONE:
+        if properties.gin_type == self.core().NcclGinType.NONE:
             raise UnsupportedError("NCCL finds no network adapter for GIN on this machine")
 
     def _copy_to_device(self) -> torch.Tensor:
         host = self._for_kernels.dev_comm
-        num_bytes = _bindings().dev_comm_dtype.itemsize
+        num_bytes = self.calls().dev_comm_dtype.itemsize
         found = _Versioned.from_address(host.ptr)
         if found.magic != _MAGIC:
             raise UnsupportedError(f"NCCL's ncclDevComm doesn't begin with {_MAGIC:#x} but with {found.magic:#x}")
@@ -102,31 +90,35 @@ class NcclNetwork:
         text = prefixed(ctypes.string_at(host.ptr, num_bytes), int(host.gin_context_count))
         return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device)
 
-    def segment(self, num_bytes: int) -> NetworkSegment:
+    def segment(self, num_bytes: int, word_bytes: int, exchange: Exchange) -> NetworkSegment:
         def allocate() -> tuple[Any, torch.Tensor]:
-            memory = _core().mem_alloc(num_bytes, self._device.index)
+            memory = self.core().mem_alloc(num_bytes, self._device.index)
             return memory, zeroed(int(memory.handle), num_bytes, self._device, memory)
-
-        memory, tensor = agreed(_WHAT, self._exchange, allocate)
 
         def register() -> Any:
             with torch.cuda.device(self._device):
-                window = self._communicator.register_window(memory, _core().WindowFlag.COLL_SYMMETRIC)
+                window = self._communicator.register_window(memory, self.core().WindowFlag.COLL_SYMMETRIC)
             if not window.handle:
                 raise UnsupportedError("NCCL registers no windows here")
             return window
 
-        window = agreed(_WHAT, self._exchange, register)
+        memory, tensor = self._agree(exchange, allocate)
+        window = self._agree(exchange, register)
         self._windows.append((window, tensor))
-        bases = [window.get_peer_device_pointer(rank) or 0 for rank in range(self._communicator.nranks)]
-        return NetworkSegment(CudaMapping(tensor), np.array(bases, dtype=np.int64), int(window.handle))
+        size = self._communicator.nranks
+        bases = np.array([window.get_peer_device_pointer(rank) or 0 for rank in range(size)], dtype=np.int64)
+        raised = self._agree(exchange, lambda: raised_table(size, word_bytes, self._device))
+        words = int(window.handle), raised.data_ptr(), raised.shape[1]
+        return NetworkSegment(CudaMapping(tensor), bases, words, keep=raised)
 
-    def prepare(self, module: int) -> None:
-        """NCCL keeps nothing in modules."""
-
-    def close(self) -> None:
+    def _release(self) -> None:
         self._windows.clear()
         self._communicator.destroy()  # closes windows and the device's half as well
+
+
+def raised_table(size: int, word_bytes: int, device: torch.device) -> torch.Tensor:
+    """int64 [size, lines] of zeros: by rank, what this rank has raised the first word of each line there to."""
+    return torch.zeros((size, -(-word_bytes // LINE)), dtype=torch.int64, device=device)
 
 
 class _Versioned(ctypes.Structure):
@@ -135,15 +127,9 @@ class _Versioned(ctypes.Structure):
     _fields_ = [("magic", ctypes.c_uint32), ("version", ctypes.c_uint32)]
 
 
-def _check() -> None:
-    if not torch.cuda.is_available():
-        raise UnsupportedError(f"NCCL needs a GPU: torch {torch.__version__} finds no CUDA GPU or driver")
-    require_gin()
-
-
 def requirements(needs_gin: bool = True) -> Any:
     """What kernels need of a device communicator: every rank by GIN, and signals in windows, after all earlier puts."""
-    core = _core()
+    core = NcclNetwork.core()
     connection = core.NcclGinConnectionType.FULL if needs_gin else core.NcclGinConnectionType.NONE
     return core.NCCLDevCommRequirements(
         gin_connection_type=connection,
@@ -155,9 +141,3 @@ def requirements(needs_gin: bool = True) -> Any:
 def prefixed(communicator: bytes, num_contexts: int) -> bytes:
     """The bytes of an ncclDevComm after what `gin` reads before them."""
     return num_contexts.to_bytes(8, "little").ljust(PREFIX.value, b"\0") + communicator
-
-
-def _unique_id(payload: bytes) -> Any:
-    from nccl.core.utils import UniqueId
-
-    return UniqueId.from_bytes(payload)

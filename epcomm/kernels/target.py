@@ -49,14 +49,20 @@ class Target(Protocol):
     def start(self, num_programs: int, control_regions: Sequence[Mapping], num_bytes: int) -> None:
         """Called once all ranks' control regions are mapped: `num_bytes` of each, in host memory."""
 
-    def connect(self, rank: int) -> Any:
-        """This rank's way to ranks that load and store don't reach, with the interface of `proxy.Proxy`, and `nodes`.
+    def connect(self, rank: int, hosts: Sequence[int], exchange: Callable[[bytes], list[bytes]]) -> Any:
+        """Collective: the way to ranks that load and store don't reach, with `nodes` and the methods of `proxy.Proxy`.
 
-        None: if there are any they are on other hosts, and the proxy is the way. Called once, before `segment`.
+        None: those are the ranks on other hosts (`hosts`: by rank), and the proxy is the way. Called once, before all
+        else; then `transport` is known. Raises UnsupportedError, on all ranks, if there is no way.
         """
 
-    def segment(self, rank: int, num_bytes: int, prefault: Sequence[tuple[int, int]], allgather: Allgather) -> Any:
-        """Collective: a symmetric segment, with ``own`` and ``bases``."""
+    def segment(
+        self, rank: int, num_bytes: int, word_bytes: int, prefault: Sequence[tuple[int, int]], allgather: Allgather
+    ) -> Any:
+        """Collective: a symmetric segment, with ``own``, ``bases``, and ``network``, the words of a window after those.
+
+        All words that other ranks raise are in its first `word_bytes`, a line each.
+        """
 
     def multicast(self, segment: Any) -> int:
         """Address at which kernels reach a place in all ranks' parts of a segment through NVLink's switch.
@@ -89,11 +95,14 @@ class Target(Protocol):
     def reduce(self, args: np.ndarray, algorithm: str, dtype: torch.dtype, op: str) -> Kernel:
         """Allreduce or reduce by "one_shot" or "two_shot"; allreduce by "multimem" where there is `multicast`.
 
-        By "rails" among ranks on several hosts.
+        Among ranks on several hosts by "rails", or by "scattered_rails" a reduce-scatter: this rank keeps KEPT_BYTES.
         """
 
     def exchange(self, args: np.ndarray, reduction: tuple[torch.dtype, str] | None, spans_hosts: bool) -> Kernel:
-        """Data movement, or with a reduction a reduce-scatter."""
+        """Data movement, or with a reduction a reduce-scatter.
+
+        Where ``args`` has a ROOT that rank's bytes go to all, as the table says, too.
+        """
 
     def plan_workers(self, num_programs: int) -> int:
         """How many programs run a plan where `num_programs` run other operations: those must run side by side."""

@@ -52,7 +52,7 @@ class Config:
     @property
     def text(self) -> str:
         """Names every value that must agree."""
-        is_even = self.placement is None and self.owner == _even(self.num_experts, self.size)
+        is_even = self.placement is None and self.owner == even_owner(self.num_experts, self.size)
         placement = "" if is_even else f", placement={self.placement_text}"
         load = ", track_load=True" if self.track_load else ""
         return (
@@ -165,8 +165,8 @@ class Config:
         return min(rows, self.capacity)
 
 
-def _even(num_experts: int, size: int) -> tuple[int, ...]:
-    """Contiguous blocks whose sizes differ by at most 1, the larger ones first."""
+def even_owner(num_experts: int, size: int) -> tuple[int, ...]:
+    """The rank of each expert by default: contiguous blocks whose sizes differ by at most 1, the larger ones first."""
     each, more = divmod(num_experts, size)
     return tuple(rank for rank in range(size) for _ in range(each + (rank < more)))
 
@@ -242,7 +242,7 @@ def make_config(
         raise ConfigError(f"{where}: argument `layout`: wanted one of {tuple(LAYOUTS)}, got {layout!r}")
     if alignment > 1 and layout != "contiguous":
         raise ConfigError(f"{where}: argument `alignment`: wanted 1 unless the layout is contiguous, got {alignment}")
-    owner, mapped = _even(num_experts, size), None
+    owner, mapped = even_owner(num_experts, size), None
     if placement is not None:
         owner, mapped = _placed(where, placement, num_experts, size)
     if wire not in ("auto", *WIRES):

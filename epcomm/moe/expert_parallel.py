@@ -249,6 +249,11 @@ class ExpertParallel(PlacedExperts):
     def is_closed(self) -> bool:
         return self._calls.is_closed
 
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a split operation waits for its ``finish()``: until then there can't be another one."""
+        return self._turns.has_unfinished
+
     def second_half(self, operation: Operation, kernel_of: Callable[[Any], Kernel]) -> Operation:
         """For a split operation; `kernel_of` gives the kernel of the half that receives, for that which sends."""
         return self._binder.second_half(operation, kernel_of)

@@ -30,7 +30,8 @@ class Memory:
         outputs_rows = max(self.capacity, config.most_arrivals) if config.is_expanded else self.capacity
         output_bytes = protocol.rows_bytes(outputs_rows, row_bytes)
         layout = Layout()
-        layout.add("words", protocol.NUM_KINDS * size * LINE)
+        word_bytes = protocol.NUM_KINDS * size * LINE
+        layout.add("words", word_bytes)
         table = layout.add("count table", 2 * size * (config.most_physical + size) * 4)
         num_blocks = config.blocks + config.graph_blocks
         blocks = layout.add("receive blocks", num_blocks * self.regions.size)
@@ -54,7 +55,7 @@ class Memory:
             for i in range(min(config.blocks, _PREFAULTED_BLOCKS)):
                 prefault.append((blocks + i * self.regions.size + self.regions.rows, balanced))
                 prefault.append((outputs + i * output_bytes, balanced))
-        self.segment = runtime.segment(layout.size, prefault)
+        self.segment = runtime.segment(layout.size, word_bytes, prefault)
         own = self.segment.own
         numbers, of_graphs = range(config.blocks), range(config.blocks, num_blocks)
         self.receive = BlockPool(own, blocks, self.regions.size, numbers, num_lent=config.blocks)

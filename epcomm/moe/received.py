@@ -29,19 +29,19 @@ class Received:
     def __init__(self, ep: ExpertParallel, routing: Routing, bound: Bound, is_tuple: bool, has_weights: bool,
                  buffer: Any):  # fmt: skip
         self.ep, self.routing = ep, routing
-        self._bound, self._is_tuple, self._has_weights, self._buffer = bound, is_tuple, has_weights, buffer
+        self.bound, self._is_tuple, self._has_weights, self._buffer = bound, is_tuple, has_weights, buffer
         self.anchor: torch.Tensor | None = None  # of a graph: combine's results depend on this dispatch (`autograd`)
 
     def _rows_shape(self) -> tuple[int, ...]:
-        assert self.routing.rows_shape is not None  # it was dispatched
-        return self.routing.rows_shape
+        shape = self.routing.rows_shape
+        return self.routing.calls.rows_shape(self.routing) if shape is None else shape  # a fixed one, before it came
 
     @cached_property
     def x(self) -> Any:
         """The rows."""
         views = self.rows_in_block()
-        if self._bound.quantize is not None:
-            return views[0], self._bound.quantize.delivered(views[1])
+        if self.bound.quantize is not None:
+            return views[0], self.bound.quantize.delivered(views[1])
         return views if self._is_tuple else views[0]
 
     def rows_in_block(self) -> tuple[torch.Tensor, ...]:
@@ -49,7 +49,7 @@ class Received:
         shape = self._rows_shape()
         return tuple(
             self._buffer.tensor(self.ep.regions.rows + offset, dtype, (*shape, width))
-            for dtype, width, offset in self._bound.tensors
+            for dtype, width, offset in self.bound.tensors
         )
 
     def output_buffer(self) -> Any:
@@ -59,16 +59,7 @@ class Received:
         From combine on the peers read it: write there again only after the next dispatch has returned. If all output
         blocks are in use (or not yet read by all peers) it is ordinary memory, which combine stages.
         """
-        shape = self._rows_shape()
-        outputs = self._bound.outputs
-        buffer = self.ep.take_output() if self._bound.outputs_fit else None
-        views = []
-        for dtype, width, at in outputs:
-            if buffer is None:
-                views.append(torch.empty((*shape, width), dtype=dtype, device=self.ep.device))
-            else:
-                views.append(buffer.tensor(at, dtype, (*shape, width)))
-        return tuple(views) if self._is_tuple and outputs is self._bound.tensors else views[0]
+        return output_rows(self.ep, self.routing, self.bound, self._is_tuple)
 
     def _per_row(self, offset: int, dtype: torch.dtype, *width: int) -> torch.Tensor:
         return self._buffer.tensor(offset, dtype, (*self._rows_shape(), *width))
@@ -142,6 +133,11 @@ class Received:
         aligned = self._aligned(self.routing.received_counts().sum(dim=0, dtype=torch.int64))
         return torch.nn.functional.pad(aligned.cumsum(0), (1, 0))
 
+    @property
+    def own_rows_needed(self) -> torch.Tensor:
+        """int64, on the device: the rows that this rank would have, were none dropped; contiguous only."""
+        return self._all_offsets()[-1]
+
     @cached_property
     def expert_offsets(self) -> torch.Tensor | None:
         """int32 [local experts + 1]: aligned first row of each local expert, then all rows; contiguous only."""
@@ -174,11 +170,25 @@ class Received:
         return torch.where(self.source_token >= 0, source, -1).int()
 
 
+def output_rows(ep: ExpertParallel, routing: Routing, bound: Bound, is_tuple: bool) -> Any:
+    """`Received.output_buffer` of what a dispatch of a kind delivered along a routing, whether that is alive or not."""
+    shape = routing.rows_shape
+    assert shape is not None  # it was dispatched
+    buffer = ep.take_output() if bound.outputs_fit else None
+    views = []
+    for dtype, width, at in bound.outputs:
+        if buffer is None:
+            views.append(torch.empty((*shape, width), dtype=dtype, device=ep.device))
+        else:
+            views.append(buffer.tensor(at, dtype, (*shape, width)))
+    return tuple(views) if is_tuple and bound.outputs is bound.tensors else views[0]
+
+
 def copy_block(received: Received, out: tuple[torch.Tensor, ...] | None) -> Received:
     """The same result in memory of its own, its rows in `out` if given. The receive block is free afterwards."""
     ep, routing, regions = received.ep, received.routing, received.ep.regions
     owned = ep.owned_memory(regions.size)
-    copied = Received(ep, routing, received._bound, received._is_tuple, received._has_weights, owned)
+    copied = Received(ep, routing, received.bound, received._is_tuple, received._has_weights, owned)
     if out is not None:
         copied.__dict__["x"] = out if received._is_tuple else out[0]
     targets = copied.rows_in_block() if out is None else out

@@ -7,13 +7,17 @@ from typing import Any
 
 
 class Split:
-    """Half of a dispatch or combine: whatever runs before `finish` overlaps with the peers' sending."""
+    """Half of a dispatch or combine: whatever runs before `finish` overlaps with the peers' sending.
 
-    def __init__(self, receive: Callable[[], Any], text: str):
+    Attributes: ``text``; ``expected``: of a dispatch into a block whose shape is known before its rows, the `Received`
+    that `finish` will return (its ``rows_in_block()`` can be handed on, but is undefined until then); else None.
+    """
+
+    def __init__(self, receive: Callable[[], Any], text: str, expected: Any = None):
         self._receive: Callable[[], Any] | None = receive
         self._result: Any = None
         self._error: BaseException | None = None
-        self.text = text
+        self.text, self.expected = text, expected
 
     def finish(self) -> Any:
         """Receives, and returns what the call would have returned without ``split=True``. Again: the same.
@@ -35,4 +39,4 @@ class Split:
     def abandon(self, error: BaseException) -> None:
         """For the handle: there is nothing to receive any more; lets go of what it holds."""
         if self._receive is not None:
-            self._receive, self._error = None, error
+            self._receive, self._error, self.expected = None, error, None

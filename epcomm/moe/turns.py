@@ -77,25 +77,28 @@ class Turns:
         except BaseException:
             lease.release()  # whoever keeps the exception keeps this frame, and would keep the block
             raise
+        buffer = pools.receive.buffer(lease)
+        received = Received(self._ep, routing, bound, is_tuple, weights is not None, buffer)
+        is_lent = out is None and not copy and bool(pools.receive.free)
         if second is not None:
             words = routed, table, weights_address, lease.index
-            kept = pools, lease, bound, is_tuple, routing, weights is not None, out, copy
-            return self._split(second, words, functools.partial(self._deliver, *kept))
-        return self._deliver(pools, lease, bound, is_tuple, routing, weights is not None, out, copy)
+            expected = received if is_lent and self._ep.has_undefined_rows else None
+            deliver = functools.partial(self._deliver, pools, lease, received, is_lent, out)
+            return self._split(second, words, deliver, expected)
+        return self._deliver(pools, lease, received, is_lent, out)
 
-    def _deliver(self, pools: Pools, lease: Lease, bound: Bound, is_tuple: bool, routing: Routing, has_weights: bool,
-                 out: Any, copy: bool) -> Received:  # fmt: skip
+    def _deliver(self, pools: Pools, lease: Lease, received: Received, is_lent: bool, out: Any) -> Received:
         """The result of a dispatch that is complete."""
+        routing = received.routing
         pools.outputs.all_read()
         routing.has_places = True
         if routing.rows_shape is None:
             routing.place()
-        received = Received(self._ep, routing, bound, is_tuple, has_weights, pools.receive.buffer(lease))
-        if out is None and not copy and pools.receive.free:
+        if is_lent:
             return received
         try:
             calls = routing.calls
-            return copy_block(received, calls.checked(calls.results_of_dispatch, out, bound, routing))
+            return copy_block(received, calls.checked(calls.results_of_dispatch, out, received.bound, routing))
         finally:
             lease.release()
 
@@ -120,7 +123,9 @@ class Turns:
             return self._split(second, (routed, table, weights_address, block), lambda: (result, kept)[0])
         return result
 
-    def _split(self, second: Operation, words: Sequence[int], deliver: Callable[[], Any]) -> Split:
+    def _split(
+        self, second: Operation, words: Sequence[int], deliver: Callable[[], Any], expected: Received | None = None
+    ) -> Split:
         """What is left of an operation that has sent."""
 
         def receive() -> Any:
@@ -130,12 +135,17 @@ class Turns:
             self._runtime.run(second, *words)
             return deliver()
 
-        self._unfinished = Split(lambda: self._fifo.call(receive, False, second.text), second.text)
+        self._unfinished = Split(lambda: self._fifo.call(receive, False, second.text), second.text, expected)
         return self._unfinished
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a split operation is not finished."""
+        return self._unfinished is not None
 
     def require_finished(self, operation: str) -> None:
         """Raises `ConfigError` if a split operation is not finished."""
-        if self._unfinished is not None:
+        if self.has_unfinished:
             raise self._not_finished(operation)
 
     def _not_finished(self, operation: str) -> EpcommError:

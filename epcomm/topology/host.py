@@ -14,7 +14,7 @@ def read_host(root: Path | str = "/sys/devices/system") -> Topology:
     """A topology whose ranks are the cores that are online, one per physical core.
 
     Linux doesn't say how fast memory is: bandwidths are relative, 1 inside of a NUMA domain, 10 / distance between two
-    (ACPI's distance, which is 10 inside). Cores that share a last-level cache hang on it, caches on their domain.
+    (ACPI's distance, which is 10 inside). A core hangs on its caches, level by level, and the last one on its domain.
     UnsupportedError if `root` has no description of cores.
     """
     root = Path(root)
@@ -34,14 +34,16 @@ def read_host(root: Path | str = "/sys/devices/system") -> Topology:
         name = f"core{core}"
         devices[name] = Device(name, "core")
         ranks.append(name)
-        domain = domain_of.get(core, "cpu0")
-        above, shared = domain, _last_cache(folder)
-        if shared is not None:
-            above = f"cache of {min(shared)}"
-            if above not in devices:
-                devices[above] = Device(above, "cache")
-                links.append(Link(above, domain, "cache", 1.0))
-        links.append(Link(name, above, "cache", 1.0))
+        below = name
+        for cache in _caches(folder):
+            is_new = cache.name not in devices
+            devices[cache.name] = cache
+            links.append(Link(below, cache.name, "cache", 1.0))
+            below = cache.name
+            if not is_new:
+                break  # what that hangs on is known
+        else:
+            links.append(Link(below, domain_of.get(core, "cpu0"), "cache", 1.0))
     return Topology("host", tuple(devices.values()), tuple(links), tuple(ranks), unit="relative")
 
 
@@ -60,14 +62,15 @@ def _numa_domains(root: Path, devices: dict[str, Device], links: list[Link]) -> 
     return domain_of
 
 
-def _last_cache(core: Path) -> list[int] | None:
-    """The cores that share this one's cache of the highest level; None if Linux doesn't know."""
-    found = [
-        (int(_read(index / "level", "0")), parse_list(_read(index / "shared_cpu_list", "")))
-        for index in (core / "cache").glob("index*")
-    ]
-    _, shared = max(found, default=(0, []))
-    return shared or None
+def _caches(core: Path) -> list[Device]:
+    """A core's caches of data, the first level first; named by the lowest of the cores that share them."""
+    found: dict[int, Device] = {}
+    for index in (core / "cache").glob("index*"):
+        if _read(index / "type", "").strip() != "Instruction":
+            level, shared = int(_read(index / "level", "0")), parse_list(_read(index / "shared_cpu_list", ""))
+            size = _read(index / "size", "0K").strip()
+            found[level] = Device(f"L{level} of {min(shared)}", "cache", num_bytes=int(size.rstrip("K")) * 1024)
+    return [found[level] for level in sorted(found)]
 
 
 def parse_list(text: str) -> list[int]:

@@ -15,11 +15,12 @@ KINDS = ("gpu", "core", "cpu", "cache", "pci", "switch", "nic")
 
 @dataclass(frozen=True)
 class Device:
-    """A device by its name, unique in its topology. `node` numbers the machines."""
+    """A device by its name, unique in its topology. `node` numbers the machines; `num_bytes` is a cache's size."""
 
     name: str
     kind: str
     node: int = 0
+    num_bytes: int = 0
 
 
 @dataclass(frozen=True)

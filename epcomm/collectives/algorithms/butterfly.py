@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from epcomm.collectives.algorithms.paths import runs
-from epcomm.collectives.language import chunk
+from epcomm.collectives.algorithms.algorithm import Form, require_power_of_two
+from epcomm.collectives.algorithms.paths import own_block, runs
+from epcomm.collectives.language import Collective, chunk
 
 #: The partner of a position in a step, which has it as its partner in that step. Positions count from 0.
 Partner = Callable[[int, int], int]
@@ -62,6 +63,26 @@ class Butterfly:
                 partner = self.partner(position, step)
                 for block, count in runs(self._blocks(partner, step + 1)):
                     chunk(self.ranks[partner], "output", block, count).copy(rank)
+
+
+def scatter_gather_forms(name: str, partner_of: Callable[[int], Partner]) -> dict[str, Form]:
+    """reduce_scatter and allgather of a power of two of ranks; `partner_of(num_ranks)` is the butterfly's."""
+
+    def butterfly(collective: Collective) -> Butterfly:
+        num_ranks = collective.num_ranks
+        require_power_of_two(f"{name} {collective.kind}", num_ranks)
+        return Butterfly(range(num_ranks), partner_of(num_ranks))
+
+    def reduce_scatter(collective: Collective) -> None:
+        butterfly(collective).reduce_scatter(lambda rank: "input", lambda block: 0)
+
+    def allgather(collective: Collective) -> None:
+        exchange = butterfly(collective)
+        for rank in exchange.ranks:
+            own_block(rank)
+        exchange.allgather()
+
+    return {"reduce_scatter": Form(reduce_scatter), "allgather": Form(allgather)}
 
 
 class Folded:

@@ -7,8 +7,14 @@ Source: Rabenseifner, "Optimization of collective reduction operations" (2004).
 
 from __future__ import annotations
 
-from epcomm.collectives.algorithms.algorithm import Algorithm, Form, require_power_of_two
-from epcomm.collectives.algorithms.butterfly import Butterfly, Folded, halving, largest_power_of_two
+from epcomm.collectives.algorithms.algorithm import Algorithm, Form
+from epcomm.collectives.algorithms.butterfly import (
+    Butterfly,
+    Folded,
+    halving,
+    largest_power_of_two,
+    scatter_gather_forms,
+)
 from epcomm.collectives.language import Collective
 
 
@@ -21,13 +27,7 @@ def _allreduce(collective: Collective) -> None:
     folded.unfold(collective.num_chunks)
 
 
-def _reduce_scatter(collective: Collective) -> None:
-    ranks = range(collective.num_ranks)
-    require_power_of_two("halving_doubling reduce_scatter", len(ranks))
-    Butterfly(ranks, halving(len(ranks))).reduce_scatter(lambda rank: "input", lambda block: 0)
-
-
 HALVING_DOUBLING = Algorithm(
     "halving_doubling",
-    {"allreduce": Form(_allreduce, largest_power_of_two), "reduce_scatter": Form(_reduce_scatter)},
+    {"allreduce": Form(_allreduce, largest_power_of_two), **scatter_gather_forms("halving_doubling", halving)},
 )

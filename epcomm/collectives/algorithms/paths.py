@@ -1,6 +1,4 @@
-"""What several algorithms are made of: sums and copies along a path of ranks and between all of a group; runs of
-blocks.
-"""
+"""What algorithms are made of: sums and copies along paths of ranks and between all of a group; runs of blocks."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ def copy_to_each(chunk: Chunk, ranks: Iterable[int], *, channel: int = 0) -> Non
 
 
 def reduce_in_order(owner: int, group: Sequence[int], index: int, to: int, *, buffer: str = "output") -> Chunk:
-    """Sums chunk `index` of the inputs of a group on `owner`, one of them, in the group's order; each sends
-    directly.
-    """
+    """Sums chunk `index` of the inputs of a group on `owner`, one of them, in its order; each sends directly."""
     if len(group) == 1:
         return chunk(owner, "input", index).copy(owner, buffer, to)
     total = chunk(group[0], "input", index)

@@ -1,5 +1,5 @@
 """Recursive doubling: in each of log2(ranks) steps every rank exchanges all it has with the rank at twice the distance.
-Fewest steps; an allreduce sends everything in each of them.
+Fewest steps, each of which sends everything. (Its allgather is the second half of halving and doubling.)
 
 Where the ranks are no power of two, those left over first hand their input to a neighbour and get the result from it.
 Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH" (2005).
@@ -7,9 +7,8 @@ Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communicatio
 
 from __future__ import annotations
 
-from epcomm.collectives.algorithms.algorithm import Algorithm, Form, require_power_of_two
-from epcomm.collectives.algorithms.butterfly import Butterfly, Folded, halving
-from epcomm.collectives.algorithms.paths import own_block
+from epcomm.collectives.algorithms.algorithm import Algorithm, Form
+from epcomm.collectives.algorithms.butterfly import Folded
 from epcomm.collectives.language import Collective, chunk
 
 
@@ -36,12 +35,4 @@ def _kept(step: int) -> tuple[str, int]:
     return "scratch", 1 + step % 2
 
 
-def _allgather(collective: Collective) -> None:
-    ranks = range(collective.num_ranks)
-    require_power_of_two("recursive_doubling allgather", len(ranks))
-    for rank in ranks:
-        own_block(rank)
-    Butterfly(ranks, halving(len(ranks))).allgather()
-
-
-RECURSIVE_DOUBLING = Algorithm("recursive_doubling", {"allreduce": Form(_allreduce), "allgather": Form(_allgather)})
+RECURSIVE_DOUBLING = Algorithm("recursive_doubling", {"allreduce": Form(_allreduce)})

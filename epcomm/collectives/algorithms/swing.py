@@ -7,8 +7,7 @@ Source: De Sensi, Bonato, Saam and Hoefler, "Swing: short-cutting rings for high
 from __future__ import annotations
 
 from epcomm.collectives.algorithms.algorithm import Algorithm, Form, require_power_of_two
-from epcomm.collectives.algorithms.butterfly import Butterfly
-from epcomm.collectives.algorithms.paths import own_block
+from epcomm.collectives.algorithms.butterfly import Butterfly, Partner, scatter_gather_forms
 from epcomm.collectives.language import Collective
 
 
@@ -18,34 +17,19 @@ def swing_partner(rank: int, step: int, num_ranks: int) -> int:
     return (rank + (-distance if rank % 2 else distance)) % num_ranks
 
 
-def _butterfly(collective: Collective) -> Butterfly:
-    num_ranks = collective.num_ranks
-    require_power_of_two(f"swing {collective.kind}", num_ranks)
-    return Butterfly(range(num_ranks), lambda rank, step: swing_partner(rank, step, num_ranks))
+def _partner_of(num_ranks: int) -> Partner:
+    return lambda rank, step: swing_partner(rank, step, num_ranks)
 
 
 def _allreduce(collective: Collective) -> None:
-    butterfly = _butterfly(collective)
+    num_ranks = collective.num_ranks
+    require_power_of_two("swing allreduce", num_ranks)
+    butterfly = Butterfly(range(num_ranks), _partner_of(num_ranks))
     butterfly.reduce_scatter(lambda rank: "input", lambda block: block)
-    butterfly.allgather()
-
-
-def _reduce_scatter(collective: Collective) -> None:
-    _butterfly(collective).reduce_scatter(lambda rank: "input", lambda block: 0)
-
-
-def _allgather(collective: Collective) -> None:
-    butterfly = _butterfly(collective)
-    for rank in butterfly.ranks:
-        own_block(rank)
     butterfly.allgather()
 
 
 SWING = Algorithm(
     "swing",
-    {
-        "allreduce": Form(_allreduce, lambda num_ranks: num_ranks),
-        "reduce_scatter": Form(_reduce_scatter),
-        "allgather": Form(_allgather),
-    },
+    {"allreduce": Form(_allreduce, lambda num_ranks: num_ranks), **scatter_gather_forms("swing", _partner_of)},
 )

@@ -13,7 +13,7 @@ import itertools
 from collections import defaultdict, deque
 from typing import TYPE_CHECKING
 
-from epcomm.collectives.language.nodes import Lowering, Node
+from epcomm.collectives.language.nodes import Lowering, Node, copies
 from epcomm.collectives.language.operations import Instances
 from epcomm.collectives.plan import Dependency, Plan, Program, Step
 from epcomm.errors import ConfigError
@@ -21,8 +21,8 @@ from epcomm.errors import ConfigError
 if TYPE_CHECKING:
     from epcomm.collectives.language.trace import Trace
 
-#: (instance's channel, program's channel, number among those that keep messages in order): becomes a plan's channel
-_Lane = tuple[int, int, int]
+#: (channel as the program says, number among those that keep messages in order): becomes a channel per instance
+_Lane = tuple[int, int]
 #: (from, to, lane)
 _Fifo = tuple[int, int, _Lane]
 
@@ -34,38 +34,41 @@ def compile_trace(trace: Trace, channels: int, pieces: int, fifo_depth: int) -> 
             raise ConfigError(f"{trace.name}: {name}: wanted an integer >= 1, got {value!r}")
     instances = Instances(trace.collective, trace.scratch_chunks, channels * pieces)
     placements = tuple(way for way, is_meant in ((False, trace.out_of_place), (True, trace.in_place)) if is_meant)
-    lowering = Lowering(instances.scaled, placements)
-    for instance in range(instances.number):
-        for operation in instances.operations(instance, trace.operations):
-            lowering.add(operation, instance)
+    lowering = Lowering(trace.collective, placements)
+    for operation in trace.operations:
+        for part in instances.cut(operation):
+            lowering.add(part)
     lowering.finish()
+    # Channels have nothing to do with each other: one is ordered, and the others are like it.
+    nodes = [node for piece in range(pieces) for node in copies(lowering.nodes, piece)]
+    nodes.sort(key=lambda node: (node.depth, node.piece, node.number))
     for window in (pieces >> shift for shift in range(pieces.bit_length())):
-        windows = _windows(lowering.nodes, pieces, window)
-        lanes = _assign_lanes([node for nodes in windows for node in nodes], pieces)
-        run = [node for nodes in windows for node in _run(nodes, lanes, fifo_depth)]
-        if len(run) == len(lowering.nodes):
+        windows = _windows(nodes, pieces, window)
+        lanes = _assign_lanes([node for part in windows for node in part])
+        run = [node for part in windows for node in _run(part, lanes, fifo_depth)]
+        if len(run) == len(nodes):
             break
     else:
         raise ConfigError(f"{trace.name}: no order of its steps was found for FIFOs of {fifo_depth} messages")
-    programs = _programs(run, lanes, trace.collective.num_ranks)
+    programs = _programs(run, lanes, instances, pieces)
     return Plan(
         trace.name, instances.scaled, programs, _used_scratch(programs), fifo_depth,
         in_place=trace.in_place, out_of_place=trace.out_of_place,
     )  # fmt: skip
 
 
-def _windows(nodes: list[Node], pieces: int, window: int) -> list[list[Node]]:
-    """The nodes of `window` pieces at a time, by depth: each window's run before the next one's.
+def _windows(ordered: list[Node], pieces: int, window: int) -> list[list[Node]]:
+    """The nodes of `window` pieces at a time, in order: each window's run before the next one's.
 
     One window of all pieces is best; where messages of many pieces block each other, fewer at a time may not.
     """
     windows: list[list[Node]] = [[] for _ in range(0, pieces, window)]
-    for node in sorted(nodes, key=lambda node: (node.depth, node.instance % pieces, node.number)):
-        windows[node.instance % pieces // window].append(node)
+    for node in ordered:
+        windows[node.piece // window].append(node)
     return windows
 
 
-def _assign_lanes(ordered: list[Node], pieces: int) -> dict[Node, _Lane]:
+def _assign_lanes(ordered: list[Node]) -> dict[Node, _Lane]:
     """A lane for each node; nodes that pass a message on share one.
 
     Two messages from one rank to another can share a lane if the one that is sent first is received first.
@@ -81,7 +84,7 @@ def _assign_lanes(ordered: list[Node], pieces: int) -> dict[Node, _Lane]:
             chain.append(following)
         links = [(a.rank, b.rank, (place[a], place[b])) for a, b in zip(chain, chain[1:])]
         for number in itertools.count():
-            lane = (node.instance // pieces, node.channel, number)
+            lane = (node.channel, number)
             if all(_keeps_order(messages[src, dst, lane], message) for src, dst, message in links):
                 break
         for src, dst, message in links:
@@ -144,35 +147,54 @@ def _run(ordered: list[Node], lanes: dict[Node, _Lane], fifo_depth: int) -> list
     return run
 
 
-def _programs(run: list[Node], lanes: dict[Node, _Lane], num_ranks: int) -> tuple[tuple[Program, ...], ...]:
-    """Each rank's programs, one per channel, in the order of a run."""
-    channel_of = {lane: channel for channel, lane in enumerate(sorted(set(lanes.values())))}
-    nodes: list[list[list[Node]]] = [[[] for _ in channel_of] for _ in range(num_ranks)]
+def _programs(
+    run: list[Node], lanes: dict[Node, _Lane], instances: Instances, pieces: int
+) -> tuple[tuple[Program, ...], ...]:
+    """Each rank's programs, one per channel, in the order of a run: for each instance of channels one per lane."""
+    number_of = {lane: number for number, lane in enumerate(sorted(set(lanes.values())))}
+    programs: list[list[list[Node]]] = [[[] for _ in number_of] for _ in range(instances.collective.num_ranks)]
     at: dict[Node, Dependency] = {}
     for node in run:
-        channel = channel_of[lanes[node]]
-        at[node] = Dependency(channel, len(nodes[node.rank][channel]))
-        nodes[node.rank][channel].append(node)
-    return tuple(
-        tuple(Program(channel, _steps(program, channel, at)) for channel, program in enumerate(of_rank))
-        for of_rank in nodes
-    )
+        lane = number_of[lanes[node]]
+        at[node] = Dependency(lane, len(programs[node.rank][lane]))
+        programs[node.rank][lane].append(node)
+    awaited = {
+        (rank, lane): _awaited(program, lane, at)
+        for rank, of_rank in enumerate(programs) for lane, program in enumerate(of_rank)
+    }  # fmt: skip
+
+    def program(rank: int, channel: int) -> Program:
+        instance, lane = divmod(channel, len(number_of))
+        steps = (
+            _step(node, after, channel - lane, instances, instance * pieces + node.piece)
+            for node, after in zip(programs[rank][lane], awaited[rank, lane])
+        )
+        return Program(channel, tuple(steps))
+
+    channels = range(instances.number // pieces * len(number_of))
+    return tuple(tuple(program(rank, channel) for channel in channels) for rank in range(len(programs)))
 
 
-def _steps(nodes: list[Node], channel: int, at: dict[Node, Dependency]) -> tuple[Step, ...]:
-    """A program's steps, each with the dependencies that those before it don't have."""
-    steps, waited = [], {channel: len(nodes)}  # program: how many of its steps are known to be complete
-    for node in nodes:
+def _awaited(program: list[Node], lane: int, at: dict[Node, Dependency]) -> list[list[Dependency]]:
+    """For each step of a program the dependencies that those before it don't have."""
+    found, waited = [], {lane: len(program)}  # lane: how many of its steps are known to be complete
+    for node in program:
         latest: dict[int, int] = {}
-        for program, step in (at[other] for other in node.after):
-            if step >= waited.get(program, 0):
-                latest[program] = max(step, latest.get(program, 0))
-        waited |= {program: step + 1 for program, step in latest.items()}
-        after = tuple(Dependency(program, step) for program, step in sorted(latest.items()))
-        receive_from = None if node.receives is None else node.receives.rank
-        send_to = None if node.sends is None else node.sends.rank
-        steps.append(Step(node.op, node.src, node.dst, node.count, receive_from, send_to, after))
-    return tuple(steps)
+        for other, step in (at[earlier] for earlier in node.after):
+            if step >= waited.get(other, 0):
+                latest[other] = max(step, latest.get(other, 0))
+        waited |= {other: step + 1 for other, step in latest.items()}
+        found.append([Dependency(other, step) for other, step in sorted(latest.items())])
+    return found
+
+
+def _step(node: Node, awaited: list[Dependency], first_program: int, instances: Instances, instance: int) -> Step:
+    """An instance's step, whose lanes are programs from `first_program` on."""
+    src, dst = (None if end is None else instances.placed(end, instance) for end in (node.src, node.dst))
+    receive_from = None if node.receives is None else node.receives.rank
+    send_to = None if node.sends is None else node.sends.rank
+    after = tuple(Dependency(first_program + lane, step) for lane, step in awaited)
+    return Step(node.op, src, dst, node.count, receive_from, send_to, after)
 
 
 def _used_scratch(programs: tuple[tuple[Program, ...], ...]) -> int:

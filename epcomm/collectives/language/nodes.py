@@ -1,11 +1,9 @@
-"""From operations to steps: who waits for whom through memory, what a step can do in one go, what need not be
-stored.
-"""
+"""From operations to steps: who waits for whom through memory, what one step can do, what need not be stored."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from epcomm.collectives.language.operations import Operation
 from epcomm.collectives.plan import Collective, Location, Op
@@ -21,12 +19,22 @@ class Node:
     dst: Location | None
     count: int
     channel: int  # as the program says; the compiler may add to it
-    instance: int
     number: int  # nodes in the order made: each waits for earlier ones only
+    piece: int = 0
     after: set[Node] = field(default_factory=set)
     sends: Node | None = None
     receives: Node | None = None
     depth: int = 0  # of the longest chain of nodes that it waits for
+
+
+def copies(nodes: list[Node], piece: int) -> list[Node]:
+    """The same steps for a piece, joined as they are."""
+    copy_of = {node: replace(node, piece=piece) for node in nodes}
+    for copy in copy_of.values():
+        copy.after = {copy_of[node] for node in copy.after}
+        copy.sends = None if copy.sends is None else copy_of[copy.sends]
+        copy.receives = None if copy.receives is None else copy_of[copy.receives]
+    return list(copy_of.values())
 
 
 #: What a receiving step becomes when it also sends what it got.
@@ -40,7 +48,7 @@ class _Memory:
         self._collective, self._in_place = collective, in_place
         self._writer: dict[tuple, Node] = {}
         self._readers: dict[tuple, list[Node]] = defaultdict(list)
-        self._is_needed: dict[Node, bool] = defaultdict(bool)
+        self._was_read: set[Node] = set()
 
     def _keys(self, rank: int, location: Location, count: int) -> list[tuple]:
         buffer, first = location
@@ -57,7 +65,7 @@ class _Memory:
             writer = self._writer.get(key)
             if writer is not None and writer is not node:
                 node.after.add(writer)
-                self._is_needed[writer] = True
+                self._was_read.add(writer)
             self._readers[key].append(node)
 
     def write(self, node: Node, location: Location) -> None:
@@ -68,7 +76,7 @@ class _Memory:
 
     def needed(self) -> set[Node]:
         """Nodes that wrote something which is read, or is there at the end as a result."""
-        needed = {node for node, is_needed in self._is_needed.items() if is_needed}
+        needed = set(self._was_read)
         for rank in range(self._collective.num_ranks):
             count = self._collective.output_chunks(rank)
             needed |= {node for node in self.writers(rank, Location("output", 0), count) if node is not None}
@@ -82,17 +90,17 @@ class Lowering:
         self.nodes: list[Node] = []
         self._memories = [_Memory(collective, in_place) for in_place in placements]
 
-    def add(self, operation: Operation, instance: int) -> None:
+    def add(self, operation: Operation) -> None:
         src, dst = operation.src.location, operation.dst.location
         local = None if operation.local is None else operation.local.location
         is_remote = operation.src.rank != operation.dst.rank
-        sender = self._sender(operation, src, instance) if is_remote else None
+        sender = self._sender(operation, src) if is_remote else None
         if sender is None:
             op = Op.COPY if local is None else Op.REDUCE
-            self._access(self._node(operation.dst.rank, op, src, dst, operation, instance))
+            self._access(self._node(operation.dst.rank, op, src, dst, operation))
             return
         op = Op.RECV if local is None else Op.RECV_REDUCE_COPY
-        node = self._node(operation.dst.rank, op, local, dst, operation, instance)
+        node = self._node(operation.dst.rank, op, local, dst, operation)
         node.receives, sender.sends = sender, node
         self._access(node)
 
@@ -105,23 +113,21 @@ class Lowering:
             earlier = node.after | ({node.receives} if node.receives else set())
             node.depth = 1 + max((other.depth for other in earlier), default=-1)
 
-    def _sender(self, operation: Operation, src: Location, instance: int) -> Node:
+    def _sender(self, operation: Operation, src: Location) -> Node:
         """Who sends: the node that has just received exactly this, if there is one, else a new one."""
         rank, count, channel = operation.src.rank, operation.count, operation.channel
         writers = set().union(*(memory.writers(rank, src, count) for memory in self._memories))
         node = writers.pop() if len(writers) == 1 else None
         if node is not None and node.op in _AND_SEND:
-            if (node.dst, node.count, node.channel, node.instance) == (src, count, channel, instance):
+            if (node.dst, node.count, node.channel) == (src, count, channel):
                 node.op = _AND_SEND[node.op]
                 return node
-        node = self._node(rank, Op.SEND, src, None, operation, instance)
+        node = self._node(rank, Op.SEND, src, None, operation)
         self._access(node)
         return node
 
-    def _node(
-        self, rank: int, op: Op, src: Location | None, dst: Location | None, operation: Operation, instance: int
-    ) -> Node:
-        node = Node(rank, op, src, dst, operation.count, operation.channel, instance, len(self.nodes))
+    def _node(self, rank: int, op: Op, src: Location | None, dst: Location | None, operation: Operation) -> Node:
+        node = Node(rank, op, src, dst, operation.count, operation.channel, len(self.nodes))
         self.nodes.append(node)
         return node
 

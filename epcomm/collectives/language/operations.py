@@ -18,6 +18,10 @@ class Place(NamedTuple):
     def __str__(self) -> str:
         return f"chunk {self.location.offset} of rank {self.rank}'s {self.location.buffer}"
 
+    def behind(self, count: int) -> Place:
+        """The place that many chunks further on."""
+        return Place(self.rank, Location(self.location.buffer, self.location.offset + count))
+
 
 @dataclass(frozen=True)
 class Operation:
@@ -34,7 +38,8 @@ class Operation:
 class Instances:
     """`number` instances of a program on `collective`, with `number` times its chunks: each has a run of each block.
 
-    A block is one unit of the collective (see `Collective`); so what is contiguous within a block stays so.
+    A block is one unit of the collective (see `Collective`); so what is contiguous within a block stays so. Instances
+    share no chunk, and are alike: what holds for one program holds for each of them.
     """
 
     collective: Collective
@@ -47,19 +52,26 @@ class Instances:
         given = self.collective
         return Collective(given.kind, given.num_ranks, given.num_chunks * self.number, given.root)
 
-    def operations(self, instance: int, operations: list[Operation]) -> Iterator[Operation]:
-        """The operations of one instance. What spans blocks is cut where they meet, unless there is one instance
-        only.
-        """
-        for operation in operations:
-            for first, count in self._runs(operation):
-                places = (operation.src, operation.dst, operation.local)
-                src, dst, local = (None if p is None else self._placed(p, first, instance) for p in places)
-                assert src is not None and dst is not None
-                yield Operation(src, dst, local, count, operation.channel)
+    def cut(self, operation: Operation) -> Iterator[Operation]:
+        """The operation's parts: where blocks meet, other instances' chunks come between them, if there are others."""
+        for first, count in self._runs(operation):
+            src, dst, local = (
+                None if place is None else place.behind(first)
+                for place in (operation.src, operation.dst, operation.local)
+            )  # fmt: skip
+            assert src is not None and dst is not None
+            yield Operation(src, dst, local, count, operation.channel)
+
+    def placed(self, location: Location, instance: int) -> Location:
+        """Where an instance has what the program has at a location."""
+        buffer, offset = location
+        if buffer == "scratch":
+            return Location(buffer, instance * self.scratch_chunks + offset)
+        block, within = divmod(offset, self.collective.num_chunks)
+        return Location(buffer, (block * self.number + instance) * self.collective.num_chunks + within)
 
     def _runs(self, operation: Operation) -> list[tuple[int, int]]:
-        """(first, count) of an operation's parts, none of which spans two blocks."""
+        """(first, count) of the parts."""
         if self.number == 1:
             return [(0, operation.count)]
         width, cuts = self.collective.num_chunks, {0, operation.count}
@@ -68,12 +80,3 @@ class Instances:
                 cuts |= set(range(-place.location.offset % width, operation.count, width))
         bounds = sorted(cuts)
         return [(first, end - first) for first, end in zip(bounds, bounds[1:])]
-
-    def _placed(self, place: Place, first: int, instance: int) -> Place:
-        buffer, offset = place.location.buffer, place.location.offset + first
-        if buffer == "scratch":
-            offset += instance * self.scratch_chunks
-        else:
-            block, within = divmod(offset, self.collective.num_chunks)
-            offset = (block * self.number + instance) * self.collective.num_chunks + within
-        return Place(place.rank, Location(buffer, offset))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 
+from epcomm.collectives.language.compiler import compile_trace
 from epcomm.collectives.language.operations import Operation, Place
 from epcomm.collectives.plan import BUFFERS, FIFO_DEPTH, Collective, Location, Plan
 from epcomm.errors import ConfigError
@@ -71,8 +72,6 @@ class Trace:
         `channels * pieces` times the program's. ConfigError if no order of its steps is found that FIFOs of
         `fifo_depth` messages don't block.
         """
-        from epcomm.collectives.language.compiler import compile_trace
-
         return compile_trace(self, channels, pieces, fifo_depth)
 
 
@@ -86,9 +85,7 @@ class Chunk:
     made: int
 
     def copy(self, rank: int, buffer: str | None = None, index: int | None = None, *, channel: int = 0) -> Chunk:
-        """Copies to a rank's buffer (this chunk's by default, at its index), through a channel if that is another
-        rank.
-        """
+        """Copies to a rank's buffer, by default to the same place there; through a channel if that is another rank."""
         self.trace.check_current(self)
         buffer, index = self._place(buffer, index)
         dst = self.trace.chunk(rank, buffer, index, self.count).place
@@ -99,9 +96,7 @@ class Chunk:
     def reduce(
         self, other: Chunk, buffer: str | None = None, index: int | None = None, *, channel: int = 0
     ) -> Chunk:
-        """This chunk plus `other`, of any rank; the sum is put in a buffer of this chunk's rank, by default in its
-        place.
-        """
+        """This chunk plus `other`, of any rank; the sum is put where this rank's buffer says, by default in place."""
         for operand in (self, other):
             self.trace.check_current(operand)
         if other.count != self.count:

@@ -16,7 +16,7 @@ def placed(in_place: bool) -> str:
 
 def explain_deadlock(graph: Graph, is_stuck: np.ndarray) -> PlanError:
     """The error for steps that can't run: a cycle of steps of which each waits for the next."""
-    reasons = (
+    reasons = (  # of the kinds of edges, in their order
         "comes after {} in its program",
         "waits for {}",
         "waits for a message from {}",

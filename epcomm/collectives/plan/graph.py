@@ -24,29 +24,11 @@ from epcomm.collectives.plan.passes import (
     SENDS,
     SRC,
 )
-from epcomm.collectives.plan.plan import BUFFERS, Plan, Position, Step
+from epcomm.collectives.plan.plan import BUFFERS, Plan, Position
 from epcomm.errors import PlanError
 
 _BUFFER_NUMBER = {buffer: number for number, buffer in enumerate(BUFFERS)}
-
-
-def _columns(rank: int, program: int, channel: int, index: int, step: Step) -> tuple[int, ...]:
-    src, dst = step.src, step.dst
-    return (
-        rank,
-        program,
-        channel,
-        index,
-        step.op.flags,
-        step.count,
-        -1 if src is None else _BUFFER_NUMBER[src.buffer],
-        0 if src is None else src.offset,
-        -1 if dst is None else _BUFFER_NUMBER[dst.buffer],
-        0 if dst is None else dst.offset,
-        -1 if step.receive_from is None else step.receive_from,
-        -1 if step.send_to is None else step.send_to,
-        len(step.after),
-    )
+_NONE = -1  # no peer, no buffer
 
 
 class Graph:
@@ -54,39 +36,47 @@ class Graph:
 
     def __init__(self, plan: Plan):
         self.plan = plan
-        rows: list[tuple[int, ...]] = []
-        after: list[tuple[int, int, int]] = []
-        self._first_step: list[list[int]] = []
-        for rank, programs in enumerate(plan.programs):
-            firsts = []
-            for number, program in enumerate(programs):
-                firsts.append(len(rows))
-                rows += [
-                    _columns(rank, number, program.channel, index, step) for index, step in enumerate(program.steps)
-                ]
-                after += [(rank, *dependency) for step in program.steps for dependency in step.after]
-            self._first_step.append(firsts)
-        table = np.array(rows, np.int64).reshape(-1, 13)
-        (self.rank, self.program, self.channel, self.index, self.flags, self.count, self.src_buffer, self.src_offset,
-         self.dst_buffer, self.dst_offset, self.receive_from, self.send_to, num_after) = np.ascontiguousarray(table.T)
-        self.num_steps = len(table)
+        programs = [
+            (rank, number, program)
+            for rank, of_rank in enumerate(plan.programs) for number, program in enumerate(of_rank)
+        ]  # fmt: skip
+        self._steps = [step for _, _, program in programs for step in program.steps]
+        self.num_steps = len(self._steps)
+        lengths = np.array([len(program.steps) for _, _, program in programs], np.int64)
+        firsts = np.cumsum(lengths) - lengths
+        owners = np.array([(rank, number, program.channel) for rank, number, program in programs], np.int64)
+        self.rank, self.program, self.channel = np.repeat(owners.reshape(-1, 3), lengths, axis=0).T
+        self.index = np.arange(self.num_steps) - np.repeat(firsts, lengths)
+        self._read_columns()
         self._check_peers()
         self._check_ranges()
+        self._first_step = {(rank, number): int(first) for (rank, number, _), first in zip(programs, firsts)}
+        num_after = [len(step.after) for step in self._steps]
         self.first_dependency = np.concatenate([[0], np.cumsum(num_after)]).astype(np.int64)
-        self.dependencies = self._dependencies(after)
+        self.dependencies = self._dependencies()
         self.match, self.slot_freed_by = self._matched_messages()
+
+    def _read_columns(self) -> None:
+        def column(values: list[int]) -> np.ndarray:
+            return np.array(values, np.int64)
+
+        steps, number = self._steps, _BUFFER_NUMBER
+        self.flags = column([step.op.flags for step in steps])
+        self.count = column([step.count for step in steps])
+        self.src_buffer = column([_NONE if step.src is None else number[step.src.buffer] for step in steps])
+        self.src_offset = column([0 if step.src is None else step.src.offset for step in steps])
+        self.dst_buffer = column([_NONE if step.dst is None else number[step.dst.buffer] for step in steps])
+        self.dst_offset = column([0 if step.dst is None else step.dst.offset for step in steps])
+        self.receive_from = column([_NONE if step.receive_from is None else step.receive_from for step in steps])
+        self.send_to = column([_NONE if step.send_to is None else step.send_to for step in steps])
 
     def position(self, number: int) -> Position:
         """Where the step of this number is."""
         return Position(*(int(column[number]) for column in (self.rank, self.program, self.index, self.channel)))
 
-    def step(self, number: int) -> Step:
-        at = self.position(number)
-        return self.plan.programs[at.rank][at.program].steps[at.step]
-
     def describe(self, number: int) -> str:
         """Position and contents of a step."""
-        return f"{self.position(number)} ({self.step(number)})"
+        return f"{self.position(number)} ({self._steps[number]})"
 
     def error(self, kind: str, problem: str, number: int, other: int | None = None) -> PlanError:
         message = f"plan {self.plan.name}: {self.describe(number)}: {problem}"
@@ -107,6 +97,11 @@ class Graph:
         for number in np.flatnonzero(has_both & (distance > 0) & (distance < self.count)):
             raise self.error("range", "source and destination overlap without being the same", int(number))
         return steps
+
+    def memory_of_rank(self, in_place: bool) -> np.ndarray:
+        """Where each rank's memory begins among all ranks' chunks, int64 [num_ranks + 1]: its end is the next one's."""
+        sizes = [self.plan.bases(rank, in_place)[-1] for rank in range(self.plan.num_ranks)]
+        return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
     def edges(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """What must be complete before what, (earlier, later) steps: program order, dependencies, messages, slots."""
@@ -133,15 +128,17 @@ class Graph:
                 problem = f"{BUFFERS[buffer[number]]} has {size[number]} chunks on this rank"
                 raise self.error("range", problem, int(number))
 
-    def _dependencies(self, after: list[tuple[int, int, int]]) -> np.ndarray:
+    def _dependencies(self) -> np.ndarray:
         """The numbers of the steps that steps name, in the order of `first_dependency`."""
         found = []
-        for entry, (rank, program, step) in enumerate(after):
+        for waiting in np.flatnonzero(np.diff(self.first_dependency)).tolist():
+            rank = int(self.rank[waiting])
             programs = self.plan.programs[rank]
-            if not (0 <= program < len(programs) and 0 <= step < len(programs[program].steps)):
-                number = int(np.searchsorted(self.first_dependency, entry, side="right")) - 1
-                raise self.error("range", f"waits for step {step} of program {program}, which isn't there", number)
-            found.append(self._first_step[rank][program] + step)
+            for program, step in self._steps[waiting].after:
+                if not (0 <= program < len(programs) and 0 <= step < len(programs[program].steps)):
+                    problem = f"waits for step {step} of program {program}, which isn't there"
+                    raise self.error("range", problem, waiting)
+                found.append(self._first_step[rank, program] + step)
         return np.array(found, np.int64)
 
     def _matched_messages(self) -> tuple[np.ndarray, np.ndarray]:
@@ -193,5 +190,3 @@ class Graph:
         if len(sent) > len(received):
             return self.error("message", f"its message is never received: {counts}", sent[len(received)])
         return self.error("message", f"its message is never sent: {counts}", received[len(sent)])
-
-

@@ -14,7 +14,9 @@
 
 from __future__ import annotations
 
+import bisect
 import json
+import re
 from collections.abc import Callable
 from json import scanner
 from json.decoder import JSONObject  # type: ignore[attr-defined]
@@ -75,16 +77,16 @@ class _Located(dict):
 class _Decoder(json.JSONDecoder):
     """Makes `_Located` of objects. The scanner written in Python asks this class; the one in C would not."""
 
-    def __init__(self) -> None:
+    def __init__(self, text: str) -> None:
         super().__init__()
+        self._line_ends = [found.start() for found in re.finditer("\n", text)]
         self.parse_object = self._located
         self.scan_once = scanner.py_make_scanner(self)  # type: ignore[attr-defined]
 
     def _located(self, text_and_start: tuple[str, int], *arguments: Any) -> tuple[_Located, int]:
-        text, start = text_and_start
         fields, end = JSONObject(text_and_start, *arguments)
         located = _Located(fields)
-        located.line = text.count("\n", 0, start) + 1
+        located.line = bisect.bisect(self._line_ends, text_and_start[1]) + 1
         return located, end
 
 
@@ -94,7 +96,7 @@ def from_json(text: str, where: str = "plan") -> Plan:
     `where`: what messages call the text. What a plan is to do is not looked at: that is for `verify`.
     """
     try:
-        document = _Decoder().decode(text)
+        document = _Decoder(text).decode(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{where}, line {error.lineno}: not JSON: {error.msg}") from None
     except RecursionError:

@@ -43,9 +43,7 @@ def _split_rank(plan: Plan, rank: int) -> tuple[Program, ...]:
 
 
 def _waits(number: int, index: int, step: Step, part_of_step: list[int]) -> list[Dependency]:
-    """What a step has to wait for: its dependencies, and the step before it in its program if that is in another
-    part.
-    """
+    """What a step has to wait for: its dependencies, and the step before it in its program, if in another part."""
     waits = list(step.after)
     if index > 0 and part_of_step[index - 1] != part_of_step[index]:
         waits.append(Dependency(number, index - 1))

@@ -20,6 +20,9 @@ UNDEFINED = 0
 #: What is wrong with a value: nothing; it has a part that is undefined; it sums different positions, or a rank twice.
 SOUND, HAS_UNDEFINED, IS_MIXED, IS_TWICE = 0, 1, 2, 3
 
+#: Which program uses a chunk, if it isn't one.
+NOBODY, SEVERAL = -1, -2
+
 _COLUMN = types.int64[::1]
 _TABLE = types.int64[:, ::1]
 
@@ -46,6 +49,27 @@ def order_of(first_later, later, num_earlier, order):
                 num_ready += 1
         at += 1
     return num_ready
+
+
+@host_function("plan_users", types.int64(_TABLE, _COLUMN, _COLUMN, types.boolean[::1]))
+def users_of(steps, memory_of_rank, users, is_written):
+    """Finds which program of its rank uses each chunk: itself, SEVERAL, or NOBODY, as which `users` starts; returns 0.
+
+    Chunks are those of all ranks, rank r's from memory_of_rank[r]; `is_written` starts as false.
+    """
+    for i in range(len(steps)):
+        for operand in range(2):
+            is_dst = operand == 1
+            if not is_dst and not steps[i, FLAGS] & READS or is_dst and not steps[i, FLAGS] & WRITES:
+                continue
+            first = memory_of_rank[steps[i, RANK]] + (steps[i, DST] if is_dst else steps[i, SRC])
+            for chunk in range(first, first + steps[i, COUNT]):
+                if users[chunk] == NOBODY:
+                    users[chunk] = steps[i, PROGRAM]
+                elif users[chunk] != steps[i, PROGRAM]:
+                    users[chunk] = SEVERAL
+                is_written[chunk] |= is_dst
+    return 0
 
 
 @host_function(

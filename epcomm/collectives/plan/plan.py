@@ -3,8 +3,9 @@
 A rank runs its programs side by side, each program its steps one after the other. A program has a channel; messages
 from one rank to another over one channel arrive in the order in which they were sent, through a FIFO that holds
 `fifo_depth` of them: a send waits for a free slot, a receive for a message. On each side one program at most uses a
-FIFO. A step starts when the steps it names in `after`, all of its own rank, are complete. Offsets and counts are in
-chunks; how many elements a chunk has is not the plan's business.
+FIFO. A step's source and destination are the same chunks or have none in common. It starts when the steps it names in
+`after`, all of its own rank, are complete. Offsets and counts are in chunks; how many elements a chunk has is not the
+plan's business.
 """
 
 from __future__ import annotations

@@ -104,6 +104,8 @@ def execute(
     plan's. PlanError if programs wait for one another ("deadlock"), if a step is out of range ("range"), or if messages
     are left or don't fit ("message").
     """
+    if len(inputs) != plan.num_ranks:
+        raise ConfigError(f"plan {plan.name}: inputs: wanted {plan.num_ranks} arrays, got {len(inputs)}")
     run = _Run(plan, inputs, reduce, in_place, plan.fifo_depth if fifo_depth is None else fifo_depth)
     run.go(scheduler)
     collective, ranks = plan.collective, range(plan.num_ranks)
@@ -159,7 +161,7 @@ class _Run:
         wanted = self._plan.collective.input_chunks(rank)
         if len(given) != wanted:
             raise ConfigError(f"plan {self._plan.name}: inputs[{rank}]: wanted {wanted} chunks, got {len(given)}")
-        memory = np.full((size, *given.shape[1:]), 99, given.dtype)  # nothing that a result could be made of
+        memory = np.full((size, *given.shape[1:]), 99, given.dtype)  # 99: what was never written
         memory[first : first + wanted] = given
         return memory
 
@@ -191,7 +193,11 @@ class _Run:
         """Reads the operands and takes the slot."""
         step, value = worker.step, None
         if step.src is not None:
-            value = self.chunks(worker.rank, step.src, step.count).copy()
+            operand = self.chunks(worker.rank, step.src, step.count)
+            if step.dst is not None and _overlap_in_part(operand, self.chunks(worker.rank, step.dst, step.count)):
+                problem = "source and destination overlap: what it does depends on how it is executed"
+                raise PlanError("range", f"{worker.position} ({step}): {problem}", worker.position)
+            value = operand.copy()
         if step.receive_from is not None:
             message = self._fifo((step.receive_from, worker.rank, worker.channel)).messages.popleft()
             if len(message) != step.count:
@@ -232,3 +238,7 @@ class _Run:
             raise PlanError("range", f"plan {self._plan.name}: rank {rank}: {location} x {count} is out of range")
         first = bases[("input", "output", "scratch").index(location.buffer)] + location.offset
         return self._memory[rank][first : first + count]
+
+
+def _overlap_in_part(a: np.ndarray, b: np.ndarray) -> bool:
+    return np.shares_memory(a, b) and a.ctypes.data != b.ctypes.data

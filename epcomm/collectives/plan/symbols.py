@@ -27,7 +27,7 @@ class Symbols:
         #: the leaf of rank r's input chunk c is _first_leaf[r] + c
         self._first_leaf = 1 + np.concatenate([[0], np.cumsum(self._inputs)]).astype(np.int64)
         self.num_leaves = int(self._first_leaf[-1]) - 1
-        self._memory_of_rank = np.concatenate([[0], np.cumsum([bases[-1] for bases in self._bases])]).astype(np.int64)
+        self._memory_of_rank = graph.memory_of_rank(in_place)
         memory = np.full(self._memory_of_rank[-1], passes.UNDEFINED, np.int64)
         for rank in ranks:
             self._part(memory, rank, 0, self._inputs[rank])[:] = self._leaves(rank)

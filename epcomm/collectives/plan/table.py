@@ -7,15 +7,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from epcomm.collectives.plan.plan import Plan
-from epcomm.collectives.plan.verify import verify
+from epcomm.collectives.plan.verify import Proof, verify
 from epcomm.errors import PlanError
 
 
-def print_plan(plan: Plan, console: Console | None = None) -> None:
-    """Prints what the plan is, what was proved about it or why it is wrong, and its steps."""
+def print_plan(plan: Plan, console: Console | None = None) -> bool:
+    """Prints what the plan is, its steps, and what was proven about it or why it is wrong; returns if it is right."""
     console = console or Console()
     placements = " and ".join("in place" if in_place else "out of place" for in_place in plan.placements)
-    title = f"{plan.name}: {plan.collective}, {placements}, {plan.scratch_chunks} chunks of scratch"
     table = Table("rank", "channel", "step", "does", "after")
     for position, step in plan.steps():
         place = str(position.channel)
@@ -23,18 +22,28 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
             place += f" (program {position.program})"
         after = ", ".join(f"{program}:{number}" for program, number in step.after)
         table.add_row(str(position.rank), place, str(position.step), escape(str(step)), after)
-    console.print(title, markup=False, highlight=False)
+    _print(console, f"{plan.name}: {plan.collective}, {placements}, {plan.scratch_chunks} chunks of scratch")
     console.print(table)
-    console.print(_verdict(plan), markup=False, highlight=False)
+    return print_verdict(plan, console)
 
 
-def _verdict(plan: Plan) -> str:
+def print_verdict(plan: Plan, console: Console) -> bool:
+    """Prints what is proven about the plan, or why it is wrong; returns if it is right."""
     try:
         proof = verify(plan)
     except PlanError as error:
-        return f"wrong ({error.kind}): {error}"
+        _print(console, f"wrong ({error.kind}): {error}")
+        return False
+    _print(console, _proof_text(plan, proof))
+    return True
+
+
+def _proof_text(plan: Plan, proof: Proof) -> str:
     bits = "the same bits on all ranks" if proof.same_bits else "bits that differ between ranks"
     rounds = f"rounds {proof.roundings} times, {bits}" if plan.collective.is_reduction else "rounds nothing"
     sent = f"{proof.num_messages} messages of {proof.num_chunks_sent} chunks in all"
     return f"proven at a FIFO depth of {plan.fifo_depth}; {rounds}; {plan.num_steps} steps, {sent}"
 
+
+def _print(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -70,14 +70,21 @@ def execution_order(graph: Graph) -> np.ndarray:
 
 
 def _check_races(graph: Graph, steps: np.ndarray, order: np.ndarray, in_place: bool) -> None:
-    plan = graph.plan
     find_race = passes.race_of()
-    for rank, programs in enumerate(plan.programs):
-        if len(programs) < 2:
-            continue  # in program order, all of them
-        size = plan.bases(rank, in_place)[-1]
-        clocks = np.zeros((graph.num_steps, len(programs)), np.int32)
-        last_write, last_read = np.full(size, -1), np.full((size, len(programs)), -1)
+    for rank in _ranks_that_share(graph, steps, in_place):
+        num_programs, size = len(graph.plan.programs[rank]), graph.plan.bases(rank, in_place)[-1]
+        clocks = np.zeros((graph.num_steps, num_programs), np.int32)
+        last_write, last_read = np.full(size, -1), np.full((size, num_programs), -1)
         pair = np.empty(2, np.int64)
         if find_race(steps, graph.dependencies, order, rank, clocks, last_write, last_read, pair):
             raise explain_race(graph, int(pair[0]), int(pair[1]), in_place)
+
+
+def _ranks_that_share(graph: Graph, steps: np.ndarray, in_place: bool) -> list[int]:
+    """The ranks that have a chunk which several programs use and one of them writes: on others nothing can race."""
+    memory_of_rank = graph.memory_of_rank(in_place)
+    users = np.full(memory_of_rank[-1], passes.NOBODY, np.int64)
+    is_written = np.zeros(memory_of_rank[-1], np.bool_)
+    passes.users_of()(steps, memory_of_rank, users, is_written)
+    chunks = np.flatnonzero((users == passes.SEVERAL) & is_written)
+    return np.unique(np.searchsorted(memory_of_rank, chunks, side="right") - 1).tolist()

@@ -26,6 +26,12 @@ def control_region(ctx, rank):
 
 
 @device
+def waited_address(ctx, rank):
+    """Address of the word that says how long `rank` was waited for."""
+    return ctx + 8 * (control.PEERS + 2 * word(ctx, control.SIZE) + control.WINDOW_WORDS + rank)
+
+
+@device
 def aborted(ctx):
     """True once this rank's abort word was raised in this generation or a later one."""
     own = control_region(ctx, word(ctx, control.RANK))

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from epcomm.device import control
 from epcomm.device.cpu.compile import device
-from epcomm.device.cpu.memory import fence, load_acquire, set_word, store_release, word
+from epcomm.device.cpu.memory import fence, fetch_add, load_acquire, set_word, store_release, word
 from epcomm.device.cpu.network import raise_word
-from epcomm.device.cpu.peers import aborted, peer, window_of_collectives
+from epcomm.device.cpu.peers import aborted, peer, waited_address, window_of_collectives
 from epcomm.device.cpu.system import interrupted, monotonic_ns, pause, sleep_ns, yield_core
 
 _YIELDS_BEFORE_SLEEP = 4000  # about 2 ms of sched_yield on an idle core
@@ -98,6 +98,7 @@ def _wait_slowly(ctx, address, value, rank, site):
             yield_core()
         else:
             sleep_ns(_SLEEP_NS)
+    fetch_add(waited_address(ctx, rank), monotonic_ns() - started)
     return control.OK
 
 

@@ -46,6 +46,8 @@ class CompiledArm:
     unseen_accesses    loads, stores and atomics without a state space, of which nothing above speaks
     products           32-bit products that may be part of an address
     calls              the functions of a network's library that it calls; what is said of accesses leaves them out
+    undefined          functions that are called somewhere in the code, and are neither there nor in the driver
+    unreleased_puts    calls of a network's put without a fence of the whole system right before them
     multimem           the different instructions for which NVLink's switch works
     cubin_bytes        size of the binary
     compile_seconds    near 0 when Triton's cache had it
@@ -71,6 +73,8 @@ class CompiledArm:
     unseen_accesses: int
     products: int
     calls: tuple[str, ...]
+    undefined: tuple[str, ...]
+    unreleased_puts: int
     multimem: tuple[str, ...]
     cubin_bytes: int
     compile_seconds: float
@@ -105,6 +109,10 @@ class CompiledArm:
             found.append(f"{self.unseen_accesses} accesses have no state space")
         if self.products:
             found.append(f"{self.products} products in 32 bits: addresses need 64")
+        if self.undefined:
+            found.append(f"calls {', '.join(self.undefined)}, which no library defines")
+        if self.unreleased_puts:
+            found.append(f"{self.unreleased_puts} puts may send what a network card doesn't see yet")
         return found
 
 
@@ -163,6 +171,8 @@ def compile_arm(kernel: Kernel, arch: str) -> CompiledArm:
         unseen_accesses=ptx.generic_accesses(code),
         products=0 if kernel.constants.get("OP") == "prod" else ptx.products_in_32_bits(compiled.asm["ttir"]),
         calls=() if kernel.network == "none" else ptx.calls(code),
+        undefined=ptx.undefined(compiled.asm["ptx"]),
+        unreleased_puts=ptx.unreleased_puts(code),
         multimem=ptx.multimem_instructions(code),
         cubin_bytes=len(compiled.asm["cubin"]),
         compile_seconds=seconds,

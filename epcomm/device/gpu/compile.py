@@ -10,13 +10,12 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from epcomm.device.gpu.bitcode import libraries
+from epcomm.device.gpu.bitcode import NETWORKS, libraries
 
 #: names of a kernel's arguments, all int64, before its call words: the context, the parameter block, the fingerprint
 LEADING = ("ctx", "args", "fingerprint")
 
-#: registers per thread that a network's functions take without spilling: a kernel that calls them may have as many
-_NETWORK_REGISTERS = {"nvshmem": 168, "gin": 128}
+_MOST_REGISTERS = 255  # that a thread can have
 _REGISTERS_PER_WARP = 65536 // 32  # of a multiprocessor, if one warp had them all
 
 
@@ -26,6 +25,7 @@ class Kernel:
 
     ``programs`` says how many programs are launched when rows or channels are shared out among `n`. Each thread has at
     most ``max_registers``; with no limit the assembler spills a few to fit in more programs than are ever launched.
+    Linked with a network's functions it may have all that a launch can: with fewer, it spills what it keeps over calls.
     It runs on ``oldest_arch`` and newer, ``oldest_because`` of what is not on older ones. A ``cooperative`` one's
     programs are all on the GPU at the same time, or the launch fails.
     """
@@ -61,8 +61,9 @@ class Kernel:
 
         Raises UnsupportedError if its network's device library can't be linked.
         """
-        most = _REGISTERS_PER_WARP // self.num_warps // 8 * 8  # with more, it couldn't be launched
-        registers = max(self.max_registers, min(_NETWORK_REGISTERS.get(self.network, 0), most))
+        registers = self.max_registers
+        if self.network in NETWORKS:
+            registers = min(_MOST_REGISTERS, _REGISTERS_PER_WARP // self.num_warps)
         options: dict[str, Any] = {"num_warps": self.num_warps, "maxnreg": registers, "enable_fp_fusion": False}
         if self.cooperative:
             options["launch_cooperative_grid"] = True

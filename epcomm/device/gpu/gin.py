@@ -11,7 +11,7 @@ import triton.language as tl
 from epcomm.device import control
 from epcomm.device.gpu.external import external
 from epcomm.device.gpu.machine import device
-from epcomm.device.gpu.memory import load64, set_word, word
+from epcomm.device.gpu.memory import load64, release_to_network, set_word, word
 
 _put = external("epcomm_gin_put", 7)
 _add = external("epcomm_gin_add", 6)
@@ -32,11 +32,9 @@ def gin_start_put(ctx, window, rank, to_offset, from_offset, num_bytes):
     handle = word(window, word(ctx, control.SIZE) + control.WINDOW_HANDLE)
     rank = tl.cast(rank, tl.int64)
     to_offset, from_offset = tl.cast(to_offset, tl.int64), tl.cast(from_offset, tl.int64)
-    tl.debug_barrier()  # what other threads of the program stored may be what is sent
-    _put(
-        communicator, rank % _num_contexts(communicator), rank, handle, to_offset, from_offset,
-        tl.cast(num_bytes, tl.int64),
-    )  # fmt: skip
+    num_bytes, context = tl.cast(num_bytes, tl.int64), rank % _num_contexts(communicator)
+    release_to_network()
+    _put(communicator, context, rank, handle, to_offset, from_offset, num_bytes)
 
 
 @device

@@ -15,7 +15,8 @@ declare void @ncclGinPut_v3(ptr, ptr byval(%team) align 4, i32, ptr, i64, ptr, i
 declare void @ncclGinSignal_v3(ptr, ptr byval(%team) align 4, i32, i32, ptr, i64, i32, i1 zeroext, i32, i64, ptr byval(%threads) align 8, i1 zeroext, ptr, i32, i32, i32)
 declare void @ncclGinFlush(ptr, ptr byval(%threads) align 8, i32)
 
-; a copy without a signal: signal type none 0; released so far to this thread only (10), wanted by the device (1)
+; a copy without a signal: signal type none 0; NCCL is told that nothing was released so far but to this thread (10), and
+; that the system (0) wants it, although `gin` has released it to the system: what NCCL itself writes comes on top
 define i32 @epcomm_gin_put(i64 %comm, i64 %context, i64 %rank, i64 %window, i64 %to, i64 %from, i64 %bytes) noinline {
   %gin = alloca %gin, align 16
   %team = alloca %team, align 4
@@ -28,7 +29,7 @@ define i32 @epcomm_gin_put(i64 %comm, i64 %context, i64 %rank, i64 %window, i64 
   %world = call %team @ncclTeamWorld(ptr %comm.at)
   store %team %world, ptr %team
   call void @ncclCoopAnyInitCta(ptr %threads)
-  call void @ncclGinPut_v3(ptr %gin, ptr byval(%team) align 4 %team, i32 %peer, ptr %window.at, i64 %to, ptr %window.at, i64 %from, i64 %bytes, i32 0, ptr null, i64 0, i32 0, i1 zeroext false, i32 0, i64 0, i1 zeroext false, i32 0, ptr byval(%threads) align 8 %threads, i1 zeroext false, ptr null, i32 10, i32 1, i32 0, i32 0)
+  call void @ncclGinPut_v3(ptr %gin, ptr byval(%team) align 4 %team, i32 %peer, ptr %window.at, i64 %to, ptr %window.at, i64 %from, i64 %bytes, i32 0, ptr null, i64 0, i32 0, i1 zeroext false, i32 0, i64 0, i1 zeroext false, i32 0, ptr byval(%threads) align 8 %threads, i1 zeroext false, ptr null, i32 10, i32 0, i32 0, i32 0)
   ret i32 0
 }
 

@@ -44,6 +44,9 @@ if INTERPRETED:
         """Leaves the core to whoever is waited for."""
         os.sched_yield()
 
+    def fence_system() -> None:
+        """Nothing: interpreted ranks and their network are threads of CPUs, which synchronise by themselves."""
+
     def widened(values: Any, dtype: Any) -> Any:
         """`values` in a wider format, exactly. (The interpreter's own cast from bfloat16 garbles subnormals.)"""
         if values.dtype == tl.bfloat16 and dtype == tl.float32:
@@ -76,4 +79,11 @@ else:
         """Leaves issue slots and the memory system to whoever is waited for."""
         return core.inline_asm_elementwise(
             "nanosleep.u32 40; mov.u32 $0, 0;", "=r", [], dtype=core.int32, is_pure=False, pack=1, _semantic=_semantic
+        )
+
+    @core.extern
+    def fence_system(_semantic: Any = None) -> Any:
+        """What this thread wrote, or acquired from others, comes before what it does next, as any device sees it."""
+        return core.inline_asm_elementwise(
+            "fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=core.int32, is_pure=False, pack=1, _semantic=_semantic
         )

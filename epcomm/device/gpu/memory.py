@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from epcomm.device.gpu.machine import device
+from epcomm.device.gpu.machine import device, fence_system
 
 TILE_BYTES = tl.constexpr(16384)  # a bfloat16 row of 8192: the rows of most models go in one tile
 NARROW_TILE_BYTES = tl.constexpr(1024)
@@ -61,6 +61,17 @@ def store_release(address, value):
     """Writes a word that others wait for, after all that this program's threads wrote."""
     tl.debug_barrier()
     tl.atomic_xchg(address.to(tl.pointer_type(tl.int64)), tl.cast(value, tl.int64), sem="release", scope="sys")
+
+
+@device
+def release_to_network():
+    """What this program's threads wrote, or acquired from other programs, is there when a network card reads it.
+
+    Programs of one rank meet by `fetch_add`, at the scope of their GPU; a card is outside of it. Then it takes a fence
+    of the whole system, and by causality it covers the other programs' stores, too.
+    """
+    tl.debug_barrier()
+    fence_system()
 
 
 @device

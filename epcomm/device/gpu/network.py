@@ -25,6 +25,7 @@ from epcomm.device.gpu.remote import order_remote, put_remote, raise_by_remote
 def start_put(ctx, window, rank, to_offset, from_offset, num_bytes, NETWORK: tl.constexpr):
     """Starts a copy of bytes of this rank's own segment to the same segment of `rank`, by all threads of the program.
 
+    What is sent may have been written by this program, or by others that it knows (by `fetch_add`) to have ended.
     They may be anywhere until a signal that was raised after a `quiet` is seen, and the source be read until then.
     """
     if NETWORK == "nvshmem":
@@ -39,7 +40,8 @@ def start_put(ctx, window, rank, to_offset, from_offset, num_bytes, NETWORK: tl.
 def raise_remote(ctx, window, rank, offset, value, NETWORK: tl.constexpr):
     """Raises a word of `rank`'s segment, after what this program put there before its last `quiet`.
 
-    One writer per word. (NVSHMEM and GIN order it after later puts, too; the software network doesn't, on purpose.)
+    One writer per word, whose values arrive in order; those of different words needn't. (NVSHMEM and GIN order it after
+    later puts, too; the software network doesn't, on purpose.)
     """
     if NETWORK == "nvshmem":
         nvshmem_raise_remote(ctx, window, rank, offset, value)

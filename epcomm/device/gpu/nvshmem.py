@@ -10,7 +10,7 @@ import triton.language as tl
 from epcomm.device import control
 from epcomm.device.gpu.external import external
 from epcomm.device.gpu.machine import device
-from epcomm.device.gpu.memory import word
+from epcomm.device.gpu.memory import release_to_network, word
 
 _put = external("epcomm_nvshmem_put", 4)
 _raise = external("epcomm_nvshmem_raise", 3)
@@ -20,7 +20,7 @@ _quiet = external("epcomm_nvshmem_quiet", 0)
 @device
 def nvshmem_start_put(ctx, window, rank, to_offset, from_offset, num_bytes):
     own = word(window, word(ctx, control.SIZE) + control.WINDOW_HANDLE)
-    tl.debug_barrier()  # what other threads of the program stored may be what is sent
+    release_to_network()
     _put(own + to_offset, own + from_offset, tl.cast(num_bytes, tl.int64), tl.cast(rank, tl.int64))
 
 

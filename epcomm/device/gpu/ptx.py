@@ -20,6 +20,11 @@ _BITS = re.compile(r"\.[bufs](8|16|32|64|128)$")
 _FUNCTION = re.compile(r"(?:\.visible |\.weak |\.extern )?\.func\b")
 _NO_FUNCTION = re.compile(r"\s*\.(?:visible \.entry|file|section)\b")
 _CALL = re.compile(r"\bcall(?:\.uni)?\s+(?:\([^)]*\),\s*)?(\w+)")
+_UNDEFINED = re.compile(r"^\.extern \.func\s+(?:\([^)]*\)\s*)?(\w+)", re.MULTILINE)
+_OF_DRIVER = {"__assertfail", "vprintf"}  # assertions of the libraries print
+_SYSTEM_FENCE = re.compile(r"\sfence\.(?:acq_rel|sc)\.sys;")
+_LABEL = re.compile(r"\$L__BB\w+:")  # others mark lines for debuggers
+_WRITE = re.compile(r"\s(?:st|atom|red)\.(?!param|local)")
 _ORDERS = {"acquire", "release", "acq_rel", "sc"}
 _SCOPES = {"cta", "cluster", "gpu", "sys"}
 
@@ -106,6 +111,27 @@ def own_code(ptx: str) -> str:
 def calls(ptx: str) -> tuple[str, ...]:
     """The functions that are called in it."""
     return tuple(sorted(set(_CALL.findall(ptx))))
+
+
+def undefined(ptx: str) -> tuple[str, ...]:
+    """The functions that it, or a library linked with it, calls and none defines; but those that the driver has."""
+    return tuple(sorted(set(_UNDEFINED.findall(ptx)) - _OF_DRIVER))
+
+
+def unreleased_puts(ptx: str) -> int:
+    """Calls of a network's put that may read what a network card doesn't see yet.
+
+    Between a fence of the whole system and the call, there must be neither stores nor a place that is jumped to.
+    """
+    count, is_released = 0, False
+    for line in ptx.splitlines():
+        if _SYSTEM_FENCE.search(line):
+            is_released = True
+        elif _LABEL.match(line) or _WRITE.search(line):
+            is_released = False
+        elif (call := _CALL.search(line)) and call[1].endswith("_put"):
+            count += not is_released
+    return count
 
 
 def generic_accesses(ptx: str) -> int:

@@ -2,7 +2,9 @@
 
 It stands for any network that kernels know: it promises no more than `network` says. Each put and each word has a delay
 of its own. A word waits for what was put, to whomever, before the last `quiet`; words at one place keep their order.
-Puts are read when they arrive. The ranks are processes of one machine; which of them are reached by it alone is said.
+Puts are read when they arrive. The interpreter is slow: so that whoever reads too early does so before the bytes come,
+half of the puts are held back until the next `quiet`, or for `_HELD`. The ranks are processes of one machine; which of
+them are reached by it alone is said.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from epcomm.device.cpu.network import load_raise_words
 from epcomm.device.gpu.machine import INTERPRETED
 from epcomm.errors import TimeoutError
 
-_LONGEST_DELAY = 0.003
+# seconds
+_LONGEST_DELAY, _HELD = 0.003, 0.3
 
 
 class RemoteNetwork:
@@ -34,9 +37,11 @@ class RemoteNetwork:
         self.rank, self.nodes, self.address = rank, list(nodes), next(_addresses)
         self._longest, self._random = longest_delay, random.Random(rank)
         self._segments: list[weakref.ref[Any]] = []
+        self._word_bytes: list[int] = []
         self._deliveries: list[tuple[float, int, Any]] = []  # (when, number, what), a heap
         self._count = self._delivered = 0
-        self._last_put = self._ordered = 0.0  # when the last put arrives, and the last one before a quiet
+        self._unordered: list[Any] = []  # what was put since the last quiet
+        self._ordered = 0.0  # when all that was put before has arrived
         self._raised: dict[tuple[int, int, int], float] = {}  # when the last word for a place arrives
         self._changed = threading.Condition()
         self._is_closed = False
@@ -47,9 +52,13 @@ class RemoteNetwork:
     def register(self, segment: Any) -> None:
         """See `proxy.Proxy`. What kernels write to was added when it was made."""
 
-    def add(self, segment: Any) -> None:
-        """Hides other nodes' parts of a segment from kernels: they are reached by this network."""
+    def add(self, segment: Any, word_bytes: int) -> None:
+        """Hides other nodes' parts of a segment from kernels: they are reached by this network.
+
+        Words are raised in the first `word_bytes` only, a line each: a network that can only add keeps count of those.
+        """
         self._segments.append(weakref.ref(segment))
+        self._word_bytes.append(word_bytes)
         segment.network = len(self._segments) - 1, 0, 0
         is_near = np.array([node == self.nodes[self.rank] for node in self.nodes])
         segment.bases = np.where(is_near, segment.bases, 0)
@@ -61,7 +70,7 @@ class RemoteNetwork:
             if not self._changed.wait_for(lambda: self._delivered >= wanted, timeout):
                 raise TimeoutError(f"rank {self.rank}: what it sent to other nodes did not all arrive in time")
 
-    def close(self) -> None:
+    def close(self, is_together: bool = False) -> None:
         """Delivers what is left, then ends the thread. Idempotent."""
         with self._changed:
             self._is_closed = True
@@ -72,27 +81,36 @@ class RemoteNetwork:
     def put(self, window: int, rank: int, to_offset: int, from_offset: int, num_bytes: int) -> None:
         segment = self._segments[window]()
         if segment is not None and num_bytes > 0:
-            arrives = time.monotonic() + self._random.random() * self._longest
-            self._last_put = max(self._last_put, arrives)
-            self._add(arrives, ("put", segment.mappings[rank], to_offset, segment.own, from_offset, num_bytes))
+            put = ["put", segment.mappings[rank], to_offset, segment.own, from_offset, num_bytes]
+            self._unordered.append(put)
+            self._count += 1
+            self._add(self._soon() + self._random.choice((0.0, _HELD)), put)
 
     def raise_word(self, window: int, rank: int, offset: int, value: int) -> None:
         segment, place = self._segments[window](), (window, rank, offset)
+        if offset % control.LINE or offset >= self._word_bytes[window]:
+            raise ValueError(f"a word at {offset}: wanted the start of a line below {self._word_bytes[window]}")
         if segment is not None:
-            arrives = time.monotonic() + self._random.random() * self._longest
-            arrives = max(arrives, self._ordered, self._raised.get(place, 0.0))
+            arrives = max(self._soon(), self._ordered, self._raised.get(place, 0.0))
             self._raised[place] = arrives
-            self._add(arrives, ("raise", segment.mappings[rank], offset, value))
+            self._count += 1
+            self._add(arrives, ["raise", segment.mappings[rank], offset, value])
 
     def quiet(self) -> None:
-        self._ordered = self._last_put
+        for put in self._unordered:
+            arrives = self._soon()
+            self._ordered = max(self._ordered, arrives)
+            self._add(arrives, put)  # once more, if it is held: what has arrived is empty
+        self._unordered.clear()
 
     # ---- the thread
 
-    def _add(self, arrives: float, what: Any) -> None:
+    def _soon(self) -> float:
+        return time.monotonic() + self._random.random() * self._longest
+
+    def _add(self, arrives: float, what: list[Any]) -> None:
         with self._changed:
-            self._count += 1
-            heapq.heappush(self._deliveries, (arrives, self._count, what))  # equal times: in the order of their numbers
+            heapq.heappush(self._deliveries, (arrives, next(_numbers), what))  # equal times: by their numbers
             self._changed.notify_all()
 
     def _deliver_all(self) -> None:
@@ -102,11 +120,14 @@ class RemoteNetwork:
                 if wait is None or wait > 0:
                     self._changed.wait(wait)
                 else:
-                    self._deliver(heapq.heappop(self._deliveries)[2])
-                    self._delivered += 1
-                    self._changed.notify_all()
+                    what = heapq.heappop(self._deliveries)[2]
+                    if what:
+                        self._deliver(what)
+                        what.clear()
+                        self._delivered += 1
+                        self._changed.notify_all()
 
-    def _deliver(self, what: Any) -> None:
+    def _deliver(self, what: list[Any]) -> None:
         if what[0] == "put":
             _, mapping, to_offset, own, from_offset, num_bytes = what
             _require_inside(mapping, to_offset, num_bytes)
@@ -124,7 +145,7 @@ def _require_inside(mapping: Any, offset: int, num_bytes: int) -> None:
         raise ValueError(f"{num_bytes} bytes at {offset} of a segment of {mapping.size}")
 
 
-_addresses = itertools.count(1)
+_addresses, _numbers = itertools.count(1), itertools.count(1)
 _networks: weakref.WeakValueDictionary[int, RemoteNetwork] = weakref.WeakValueDictionary()
 
 

@@ -21,8 +21,17 @@ from epcomm.device.gpu.network import raise_remote, raise_word
 
 
 @device
+def window_of_collectives(ctx):
+    """Address of the window of the collectives' segment."""
+    return ctx + 8 * control.PEERS
+
+
+@device
 def peer(ctx, rank):
-    """Base address of `rank`'s segment of the collectives. What peers call is told there too, in the GPU's memory."""
+    """Base address of `rank`'s segment of the collectives; 0 where load and store don't reach.
+
+    What peers call is told there too, in the GPU's memory.
+    """
     return word(ctx, control.PEERS + rank)
 
 
@@ -56,7 +65,7 @@ def _push_header(ctx, fingerprint, NETWORK: tl.constexpr):
     for rank in range(word(ctx, control.SIZE)):
         if rank != me:
             offset = control.HEADERS + me * control.HEADER_BYTES + slot
-            raise_word(ctx, ctx + 8 * control.PEERS, peer(ctx, rank), rank, offset, header, NETWORK)
+            raise_word(ctx, window_of_collectives(ctx), peer(ctx, rank), rank, offset, header, NETWORK)
 
 
 @device
@@ -155,9 +164,30 @@ def wait(ctx, fingerprint, address, value, rank, site):
 
 
 @device
-def meet(ctx, fingerprint, address, value, rank, site):
+def _hear(ctx, fingerprint, rank, site):
+    """Waits until `rank` has told what it calls under this rank's sequence number: by a network that may come late."""
+    status, me = tl.cast(control.OK, tl.int64), word(ctx, control.RANK)
+    if (fingerprint != 0) & (rank != me):
+        own, slot = _header(ctx, fingerprint)
+        told = peer(ctx, me) + control.HEADERS + rank * control.HEADER_BYTES + slot
+        started, found = clock_ns(), load_acquire(told)
+        while ((found >> control.FINGERPRINT_BITS) != (own >> control.FINGERPRINT_BITS)) & (status == control.OK):
+            relax()
+            if aborted(ctx):
+                status = tl.cast(control.ABORTED, tl.int64)
+            elif clock_ns() - started > word(ctx, control.TIMEOUT_NS):
+                status = stopped(ctx, control.TIMEOUT, rank, site, own, found)
+            found = load_acquire(told)
+    return status
+
+
+@device
+def meet(ctx, fingerprint, address, value, rank, site, NETWORK: tl.constexpr):
     """`wait`, for the first wait on a peer in an operation: fails if the peer is in another one."""
     status = wait(ctx, fingerprint, address, value, rank, site)
+    if NETWORK != "none":
+        if status == control.OK:
+            status = _hear(ctx, fingerprint, rank, site)
     if status == control.OK:
         other = _other_fingerprint(ctx, fingerprint, rank)
         if other != 0:
@@ -271,9 +301,26 @@ def wait_for_everyone(ctx, fingerprint, address, value, site, RANKS: tl.constexp
 
 
 @device
-def meet_everyone(ctx, fingerprint, address, value, site, RANKS: tl.constexpr):
+def _first_untold(ctx, fingerprint, RANKS: tl.constexpr):
+    """The first rank of which it isn't known what it calls under this sequence number; RANKS if there is none."""
+    own, slot = _header(ctx, fingerprint)
+    size, headers = word(ctx, control.SIZE), peer(ctx, word(ctx, control.RANK)) + control.HEADERS
+    is_peer = (tl.arange(0, RANKS) < size) & (tl.arange(0, RANKS) != word(ctx, control.RANK))
+    found = _load_words(headers + slot, control.HEADER_BYTES, size, RANKS)
+    is_other = (found >> control.FINGERPRINT_BITS) != (own >> control.FINGERPRINT_BITS)
+    return _first(is_peer & is_other & (fingerprint != 0), RANKS)
+
+
+@device
+def meet_everyone(ctx, fingerprint, address, value, site, RANKS: tl.constexpr, NETWORK: tl.constexpr):
     """`meet` all ranks: `wait_for_everyone`, and fail if one of them is in another operation."""
     status = wait_for_everyone(ctx, fingerprint, address, value, site, RANKS)
+    if NETWORK != "none":
+        if status == control.OK:
+            untold = _first_untold(ctx, fingerprint, RANKS)
+            while (untold < RANKS) & (status == control.OK):
+                status = _hear(ctx, fingerprint, untold, site)
+                untold = _first_untold(ctx, fingerprint, RANKS)
     if status == control.OK:
         other, called = _first_mismatch(ctx, fingerprint, word(ctx, control.SIZE), RANKS)
         if other < RANKS:

@@ -1,22 +1,26 @@
-"""Allreduce and reduce among ranks on several hosts: reduce on each host, exchange between hosts, gather on each host.
+"""Reductions among ranks on several hosts: reduce on each host, exchange between hosts, gather on each host.
 
 The first ranks of each host, as many as the smallest host has, each reduce one part of a chunk; the rank with the same
-number on every host, its *rail*, reduces the same part. Each part of a host's partial result travels once to each other
-host. Partial results of 16-bit floats are float32, so a result is rounded once.
+number on every host, its *rail*, reduces the same part. Either every rank of a rail puts all of its host's partial
+result to the others, who each finish the part (one hop); or each host finishes one share of it, and puts that to the
+others (two hops, less traffic). Partial results of 16-bit floats are float32, so a result is rounded once; with one
+rank per host they are its input, in its own dtype. Each rank keeps of the result what the operation gives it: all,
+nothing (a reduce to another rank), or its part (a reduce-scatter).
 A channel's step i: stage chunk i for this host (all but the part this rank reduces) | reduce this rank's part of chunk
-i - 1 over its host and put that to its rail | reduce what the rail put of chunk i - 2 | copy chunk i - 3 out of the
-slots of this host's ranks. Inputs are reduced in rank order, partial results in the order of hosts: the result has the
-same bits everywhere.
+i - 1 over its host and put that to its rail | finish what the rail put of chunk i - 2, all or this rank's share, which
+it puts to its rail | copy chunk i - 3 out of the slots of this host's ranks. Inputs are reduced in rank order, partial
+results in the order of hosts: the result has the same bits everywhere.
 
 Edges, with NUM_SLOTS = 4; a part belongs to one rank of each host
   RAW  STAGED, read where it was raised: the part is staged.     PARTIAL, pushed: a host's partial result has arrived.
-       REDUCED, read where it was raised: the part of the result is there.
+       REDUCED, pushed: a host's share of the result has arrived; read where it was raised: all of the part is there.
   WAR  staged slot of chunk c (last held c - 4): at step c - 1 this rank waited for REDUCED of c - 4 from all that read.
        Partial slot of chunk c, here and on the rail, written at step c + 1 (last held c - 4): at step c this rank
-       waited for PARTIAL of c - 2 from the whole rail; a rank raises that at its step c - 1, after it reduced c - 4 at
+       waited for PARTIAL of c - 2 from the whole rail; a rank raises that at its step c - 1, after it finished c - 4 at
        c - 2: what is here was put, and what is there was read.
-       Reduced slot of chunk c, written at step c + 2 (last held c - 4): at step c + 1 this rank waited for STAGED of
-       chunk c from all of its host; a peer stages c after it copied c - 4 out.
+       Reduced slot of chunk c, here and on the rail, written at step c + 2 (last held c - 4): a peer stages c after it
+       copied c - 4 out; a rank waits for STAGED of c from all of its host before it raises PARTIAL of c, and this rank
+       waited for both. Shares that were put from here: the rail waited for REDUCED of c - 4 before it raised that.
 """
 
 from __future__ import annotations
@@ -52,15 +56,39 @@ def _channel_word(ctx, state, channel, kind, rank):
 
 
 @device
+def _part(args, length, number):
+    """Where the part of a rail begins and ends in a chunk of `length` bytes."""
+    part = part_bytes(length, word(word(word(args, protocol.STATE), protocol.NODES), nodes.NUM_RAILS))
+    low = min(length, number * part)
+    return low, min(length, low + part)
+
+
+@device
+def _share(args, low, high, node):
+    """Where what a node finishes of a part begins and ends in the chunk."""
+    if word(args, protocol.NUM_SHARES) == 1:
+        return low, high
+    share = part_bytes(high - low, word(args, protocol.NUM_SHARES))
+    first = min(high, low + node * share)
+    return first, min(high, first + share)
+
+
+@device
+def _wants(ctx, args, node):
+    """Whether ranks of a node get the result."""
+    root = word(args, protocol.ROOT)
+    return root < 0 or node_of(ctx, word(word(args, protocol.STATE), protocol.NODES), root) == node
+
+
+@device
 def _reduce_on_host(ctx, args, channel, count, x, length):
-    """Reduces this rank's part of a chunk over its host, and puts it to the ranks of its rail that want it."""
-    state, root, window = word(args, protocol.STATE), word(args, protocol.ROOT), window_of_collectives(ctx)
+    """Reduces this rank's part of a chunk over its host, and puts to each rank of its rail what that finishes."""
+    state, window, scale = word(args, protocol.STATE), window_of_collectives(ctx), word(args, protocol.PARTIAL_SCALE)
     me, table = word(ctx, control.RANK), word(state, protocol.NODES)
     own_node, number, num_nodes = node_of(ctx, table, me), number_of(ctx, table, me), word(table, nodes.NUM_NODES)
     sources = word(args, protocol.SOURCES) + channel * word(ctx, control.SIZE) * 8
-    part = part_bytes(length, word(table, nodes.NUM_RAILS))
-    low = min(length, number * part)
-    num_bytes, num_sources = min(length, low + part) - low, num_members(ctx, table, own_node)
+    low, high = _part(args, length, number)
+    num_sources = num_members(ctx, table, own_node)
     for index in range(num_sources):
         rank = member(ctx, table, own_node, index)
         if rank != me:
@@ -71,59 +99,95 @@ def _reduce_on_host(ctx, args, channel, count, x, length):
         staged = peer(ctx, rank) + slot_offset(word(state, protocol.STAGED_SLOTS), channel, count)
         set_word(sources, index, (x if rank == me else staged) + low)
     partial = _partial(state, channel, count, own_node)
-    call6(word(args, protocol.REDUCE), peer(ctx, me) + partial, sources, num_sources, num_bytes, num_sources, 0)
+    if word(args, protocol.ARE_ALONE):
+        copy(peer(ctx, me) + partial, x + low, high - low)
+    else:
+        call6(word(args, protocol.REDUCE), peer(ctx, me) + partial, sources, num_sources, high - low, num_sources, 0)
     for distance in range(1, num_nodes):
         node = (own_node + distance) % num_nodes
         rank = member(ctx, table, node, number)
-        if root < 0 or node_of(ctx, table, root) == node:
-            put(ctx, window, rank, partial, partial, num_bytes * word(args, protocol.PARTIAL_SCALE))
+        if word(args, protocol.NUM_SHARES) > 1 or _wants(ctx, args, node):
+            first, end = _share(args, low, high, node)
+            place = partial + (first - low) * scale
+            put(ctx, window, rank, place, place, (end - first) * scale)
         push(ctx, state, channel, protocol.PUSHED_PARTIAL, rank, me, count + 1)
     return control.OK
 
 
 @device
-def _reduce_on_rail(ctx, args, channel, count, length):
-    """Reduces all hosts' partial results of this rank's part of a chunk."""
-    state, root = word(args, protocol.STATE), word(args, protocol.ROOT)
-    me, size, table = word(ctx, control.RANK), word(ctx, control.SIZE), word(state, protocol.NODES)
+def _meet_rail(ctx, state, channel, count, kind, site):
+    """Waits for what the other ranks of this rank's rail put."""
+    me, table = word(ctx, control.RANK), word(state, protocol.NODES)
     own_node, number, num_nodes = node_of(ctx, table, me), number_of(ctx, table, me), word(table, nodes.NUM_NODES)
-    sources = word(args, protocol.SOURCES) + channel * size * 8
     for distance in range(1, num_nodes):
         rank = member(ctx, table, (own_node + distance) % num_nodes, number)
-        status = meet_pushed(ctx, state, channel, protocol.PUSHED_PARTIAL, rank, count + 1, sites.RAILS_PARTIAL)  # RAW
+        status = meet_pushed(ctx, state, channel, kind, rank, count + 1, site)  # RAW
         if status != control.OK:
             return status
-    if root < 0 or node_of(ctx, table, root) == own_node:
-        for node in range(num_nodes):
-            set_word(sources, node, peer(ctx, me) + _partial(state, channel, count, node))
-        part = part_bytes(length, word(table, nodes.NUM_RAILS))
-        low = min(length, number * part)
-        to = peer(ctx, me) + slot_offset(word(state, protocol.REDUCED_SLOTS), channel, count) + low
-        call6(word(args, protocol.FINISH), to, sources, num_nodes, min(length, low + part) - low, size, 0)
-    signal(_channel_word(ctx, state, channel, protocol.REDUCED, me), count + 1)
     return control.OK
 
 
 @device
-def _copy_out(ctx, args, channel, count, out, length):
-    """Copies a chunk of the result out of the slots of this host's ranks."""
-    state, root = word(args, protocol.STATE), word(args, protocol.ROOT)
+def _reduce_on_rail(ctx, args, channel, count, length):
+    """Reduces all hosts' partial results of what this rank finishes of its part, and puts its share to its rail."""
+    state, window = word(args, protocol.STATE), window_of_collectives(ctx)
+    me, size, table = word(ctx, control.RANK), word(ctx, control.SIZE), word(state, protocol.NODES)
+    own_node, number, num_nodes = node_of(ctx, table, me), number_of(ctx, table, me), word(table, nodes.NUM_NODES)
+    sources, is_shared = word(args, protocol.SOURCES) + channel * size * 8, word(args, protocol.NUM_SHARES) > 1
+    status = _meet_rail(ctx, state, channel, count, protocol.PUSHED_PARTIAL, sites.RAILS_PARTIAL)
+    if status != control.OK:
+        return status
+    low, high = _part(args, length, number)
+    first, end = _share(args, low, high, own_node)
+    place = slot_offset(word(state, protocol.REDUCED_SLOTS), channel, count) + first
+    if is_shared or _wants(ctx, args, own_node):
+        offset = (first - low) * word(args, protocol.PARTIAL_SCALE)
+        for node in range(num_nodes):
+            set_word(sources, node, peer(ctx, me) + _partial(state, channel, count, node) + offset)
+        call6(word(args, protocol.FINISH), peer(ctx, me) + place, sources, num_nodes, end - first, size, 0)
+    if is_shared:
+        for distance in range(1, num_nodes):
+            node = (own_node + distance) % num_nodes
+            rank = member(ctx, table, node, number)
+            put(ctx, window, rank, place, place, end - first if _wants(ctx, args, node) else 0)
+            push(ctx, state, channel, protocol.PUSHED_REDUCED, rank, me, count + 1)
+    return control.OK
+
+
+@device
+def _gather_on_rail(ctx, args, channel, count):
+    """Tells this host that this rank's part of the result is there."""
+    state = word(args, protocol.STATE)
+    if word(args, protocol.NUM_SHARES) > 1:
+        status = _meet_rail(ctx, state, channel, count, protocol.PUSHED_REDUCED, sites.RAILS_REDUCED)
+        if status != control.OK:
+            return status
+    signal(_channel_word(ctx, state, channel, protocol.REDUCED, word(ctx, control.RANK)), count + 1)
+    return control.OK
+
+
+@device
+def _copy_out(ctx, args, channel, count, start, length):
+    """Copies what this rank keeps of the result's bytes [start, start + length) out of the slots of this host."""
+    state, kept = word(args, protocol.STATE), word(args, protocol.KEPT_OFFSET)
     me, table = word(ctx, control.RANK), word(state, protocol.NODES)
     own_node, num_rails = node_of(ctx, table, me), word(table, nodes.NUM_RAILS)
-    part = part_bytes(length, num_rails)
     for distance in range(num_rails):
         number = (number_of(ctx, table, me) + distance) % num_rails
-        rank, low = member(ctx, table, own_node, number), min(length, number * part)
+        rank = member(ctx, table, own_node, number)
+        low, high = _part(args, length, number)
         raised = _channel_word(ctx, state, channel, protocol.REDUCED, rank)
         status = meet(ctx, raised, count + 1, rank, sites.TWO_SHOT_REDUCED)  # RAW
         if status != control.OK:
             return status
-        if root < 0 or root == me:
-            source = peer(ctx, rank) + slot_offset(word(state, protocol.REDUCED_SLOTS), channel, count) + low
+        source = peer(ctx, rank) + slot_offset(word(state, protocol.REDUCED_SLOTS), channel, count)
+        begin, end = max(low, kept - start), min(high, kept + word(args, protocol.KEPT_BYTES) - start)
+        if end > begin:
+            to = word(args, protocol.OUT) + start - kept + begin
             if word(args, protocol.STREAMING):
-                copy_streaming(out + low, source, min(length, low + part) - low)
+                copy_streaming(to, source + begin, end - begin)
             else:
-                copy(out + low, source, min(length, low + part) - low)
+                copy(to, source + begin, end - begin)
     return control.OK
 
 
@@ -155,9 +219,14 @@ def _reduce_channel(ctx, args, channel, x, out, num_bytes):
             status = _reduce_on_rail(ctx, args, channel, first + step - 2, length)
             if status != control.OK:
                 return status
+        if number < num_rails and step > 2:
+            status = _gather_on_rail(ctx, args, channel, first + step - 3)
+            if status != control.OK:
+                return status
         if step > 2:
             start = (step - 3) * chunk
-            status = _copy_out(ctx, args, channel, first + step - 3, out + start, min(chunk, num_bytes - start))
+            length, start = min(chunk, num_bytes - start), start + out - word(args, protocol.OUT)  # in the whole result
+            status = _copy_out(ctx, args, channel, first + step - 3, start, length)
             if status != control.OK:
                 return status
     return control.OK

@@ -26,7 +26,7 @@ from epcomm.device.cpu.arithmetic import (
 )
 from epcomm.device.cpu.compile import Kernel, kernel
 from epcomm.device.cpu.fold import Fold, make_fold
-from epcomm.kernels.protocol.arithmetic import canonical_reduction, has_finish, sum_of
+from epcomm.kernels.protocol.arithmetic import canonical_reduction, has_finish, partial_dtype, sum_of
 
 #: ``int64 f(int64 destination, int64 sources, int64 num_sources, int64 num_bytes, int64 divisor, int64 streaming)``
 REDUCTION_SIGNATURE = types.int64(*[types.int64] * 6)
@@ -55,12 +55,6 @@ def partial_reduction(dtype: torch.dtype, op: str) -> Kernel:
 def final_reduction(dtype: torch.dtype, op: str) -> Kernel:
     """The second step: of partial results, which it rounds, if at all, as `reduction`. `num_bytes` are the result's."""
     return _compile(dtype, partial_dtype(dtype, op), dtype, op)
-
-
-def partial_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
-    """The dtype of partial results: that of the inputs unless it would round what is rounded later."""
-    is_rounded = dtype in (torch.float16, torch.bfloat16) and op not in ("min", "max")
-    return torch.float32 if is_rounded else dtype
 
 
 def _compile(dtype: torch.dtype, source: torch.dtype, target: torch.dtype, op: str) -> Kernel:

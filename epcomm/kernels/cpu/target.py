@@ -11,12 +11,13 @@ import torch
 from epcomm.device import control
 from epcomm.device.cpu.compile import Kernel
 from epcomm.device.cpu.launch import BOUND_WORDS, load_run, load_run_bound
-from epcomm.heap.cpu import Mapping, SymmetricSegment, owned_array
+from epcomm.heap.cpu import Allgather, Mapping, SymmetricSegment, owned_array
 from epcomm.heap.private import HostMemory, HostStream
 from epcomm.kernels.cpu.allreduce_one_shot import allreduce_one_shot
 from epcomm.kernels.cpu.allreduce_rails import allreduce_rails
 from epcomm.kernels.cpu.allreduce_two_shot import allreduce_two_shot
 from epcomm.kernels.cpu.barrier import barrier
+from epcomm.kernels.cpu.broadcast_network import broadcast_network
 from epcomm.kernels.cpu.combine import combine
 from epcomm.kernels.cpu.combine_receive import combine_receive
 from epcomm.kernels.cpu.counts import exchange_counts
@@ -28,11 +29,11 @@ from epcomm.kernels.cpu.execute_plan import execute_plan
 from epcomm.kernels.cpu.float8_row_sum import float8_row_sum
 from epcomm.kernels.cpu.point_to_point import recv, send
 from epcomm.kernels.cpu.quantize_rows import quantize_row
-from epcomm.kernels.cpu.reduction import final_reduction, partial_dtype, partial_reduction, reduction
+from epcomm.kernels.cpu.reduction import final_reduction, partial_reduction, reduction
 from epcomm.kernels.cpu.route import route
 from epcomm.kernels.cpu.row_sum import row_sum
 from epcomm.kernels.protocol import collectives, expert_parallel
-from epcomm.kernels.protocol.arithmetic import has_finish, sum_of
+from epcomm.kernels.protocol.arithmetic import has_finish, partial_dtype, sum_of
 
 
 class _BoundCall:
@@ -57,7 +58,7 @@ class CpuTarget:
     defers = False
     copy_engine_bytes, link_speed = 0, 1.0
     stream = HostStream()
-    private, segment, owned_memory = HostMemory, SymmetricSegment, staticmethod(owned_array)
+    private, owned_memory = HostMemory, staticmethod(owned_array)
 
     def __init__(self) -> None:
         self.launch = load_run()
@@ -77,8 +78,13 @@ class CpuTarget:
     def bind(self, ctx: int, kernel: int, args: int, fingerprint: int, values: Sequence[int]) -> Callable[[], int]:
         return _BoundCall((ctx, kernel, args, fingerprint, *values))
 
-    def connect(self, rank: int) -> None:
+    def connect(self, rank: int, hosts: Sequence[int], exchange: Callable[[bytes], list[bytes]]) -> None:
         return None
+
+    def segment(
+        self, rank: int, num_bytes: int, word_bytes: int, prefault: Sequence[tuple[int, int]], allgather: Allgather
+    ) -> SymmetricSegment:
+        return SymmetricSegment(rank, num_bytes, prefault, allgather)
 
     def multicast(self, segment: SymmetricSegment) -> int:
         return 0
@@ -87,10 +93,11 @@ class CpuTarget:
         return barrier
 
     def reduce(self, args: np.ndarray, algorithm: str, dtype: torch.dtype, op: str) -> Kernel:
-        if algorithm == "rails":
-            args[collectives.REDUCE] = partial_reduction(dtype, op).address
-            args[collectives.FINISH] = final_reduction(dtype, op).address
-            args[collectives.PARTIAL_SCALE] = partial_dtype(dtype, op).itemsize // dtype.itemsize
+        if algorithm in ("rails", "scattered_rails"):
+            is_partial = not args[collectives.ARE_ALONE]
+            args[collectives.REDUCE] = partial_reduction(dtype, op).address if is_partial else 0
+            args[collectives.FINISH] = (final_reduction if is_partial else reduction)(dtype, op).address
+            args[collectives.PARTIAL_SCALE] = partial_dtype(dtype, op).itemsize // dtype.itemsize if is_partial else 1
             return allreduce_rails
         args[collectives.REDUCE] = reduction(dtype, op).address
         return {"one_shot": allreduce_one_shot, "two_shot": allreduce_two_shot}[algorithm]
@@ -99,7 +106,9 @@ class CpuTarget:
         self, args: np.ndarray, reduction_of: tuple[torch.dtype, str] | None, spans_hosts: bool
     ) -> Kernel:
         args[collectives.REDUCE] = 0 if reduction_of is None else reduction(*reduction_of).address
-        return exchange_network if spans_hosts else exchange
+        if not spans_hosts:
+            return exchange
+        return exchange_network if args[collectives.ROOT] < 0 else broadcast_network
 
     def plan_workers(self, num_programs: int) -> int:
         return num_programs

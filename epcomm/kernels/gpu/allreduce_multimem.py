@@ -24,8 +24,8 @@ from epcomm.device.gpu.compile import all_programs, kernel
 from epcomm.device.gpu.machine import device
 from epcomm.device.gpu.memory import copy, set_word, word
 from epcomm.device.gpu.multimem import multimem_fence, multimem_load_reduce, multimem_store, packed, unpacked
-from epcomm.device.gpu.waiting import enter, leave, meet, peer, signal
-from epcomm.kernels.gpu.channels import part_bytes, share_of, slot_offset
+from epcomm.device.gpu.waiting import meet, peer, signal
+from epcomm.kernels.gpu.channels import by_channels, channel_bytes, channel_ring, part_bytes, slot_offset
 from epcomm.kernels.protocol import collectives as protocol
 from epcomm.kernels.protocol import sites
 
@@ -59,14 +59,17 @@ def _reduce_part(ctx, multicast, staged, reduced, num_bytes, DTYPE: tl.constexpr
 
 
 @device
-def _reduce_channel(ctx, args, fingerprint, channel, x, out, num_bytes, DTYPE: tl.constexpr, OP: tl.constexpr):
+def _reduce_channel(ctx, args, fingerprint, channel, x, out, num_bytes, DTYPE: tl.constexpr, OP: tl.constexpr,
+                    NETWORK: tl.constexpr):  # fmt: skip
     """One channel's bytes of the operation."""
     state = word(args, protocol.STATE)
     me, size, multicast = word(ctx, control.RANK), word(ctx, control.SIZE), word(state, protocol.MULTICAST)
     words = word(state, protocol.WORDS) + channel * (protocol.CHANNEL_WORDS * control.LINE)
     staged_word, reduced_word = words + protocol.STAGED * control.LINE, words + protocol.REDUCED * control.LINE
-    ring = channel * (protocol.NUM_SLOTS * protocol.CHUNK_BYTES)
-    staged, reduced = word(state, protocol.STAGED_SLOTS) + ring, word(state, protocol.REDUCED_SLOTS) + ring
+    staged = channel_ring(word(state, protocol.STAGED_SLOTS), channel)
+    reduced = channel_ring(word(state, protocol.REDUCED_SLOTS), channel)
+    low, num_bytes = channel_bytes(state, channel, num_bytes)
+    x, out = x + low, out + low
     first = word(state, protocol.CHUNKS + 2 * channel)
     num_chunks = (num_bytes + protocol.CHUNK_BYTES - 1) // protocol.CHUNK_BYTES
     status = tl.cast(control.OK, tl.int64)
@@ -82,7 +85,7 @@ def _reduce_channel(ctx, args, fingerprint, channel, x, out, num_bytes, DTYPE: t
                 rank = (me + distance) % size
                 if status == control.OK:
                     raised = peer(ctx, rank) + staged_word
-                    status = meet(ctx, fingerprint, raised, chunk + 1, rank, sites.TWO_SHOT_STAGED)  # RAW
+                    status = meet(ctx, fingerprint, raised, chunk + 1, rank, sites.TWO_SHOT_STAGED, NETWORK)  # RAW
             if status == control.OK:
                 length = tl.minimum(num_bytes - (step - 1) * protocol.CHUNK_BYTES, protocol.CHUNK_BYTES)
                 part = part_bytes(length, size)
@@ -97,7 +100,7 @@ def _reduce_channel(ctx, args, fingerprint, channel, x, out, num_bytes, DTYPE: t
                 rank = (me + distance) % size
                 if status == control.OK:
                     raised = peer(ctx, rank) + reduced_word
-                    status = meet(ctx, fingerprint, raised, chunk + 1, rank, sites.TWO_SHOT_REDUCED)  # RAW
+                    status = meet(ctx, fingerprint, raised, chunk + 1, rank, sites.TWO_SHOT_REDUCED, NETWORK)  # RAW
             if status == control.OK:
                 slot = peer(ctx, me) + slot_offset(reduced, chunk)
                 copy(out + start, slot, tl.minimum(num_bytes - start, protocol.CHUNK_BYTES))
@@ -115,14 +118,4 @@ def _reduce_channel(ctx, args, fingerprint, channel, x, out, num_bytes, DTYPE: t
 )
 def allreduce_multimem(ctx, args, fingerprint, x, out, num_bytes, streaming, c4, c5,
                        DTYPE: tl.constexpr, OP: tl.constexpr):  # fmt: skip
-    program, status = enter(ctx, fingerprint, "none")
-    x, out, num_bytes = tl.cast(x, tl.int64), tl.cast(out, tl.int64), tl.cast(num_bytes, tl.int64)
-    num_channels = word(word(args, protocol.STATE), protocol.NUM_CHANNELS)
-    share = ((num_bytes + num_channels - 1) // num_channels + 63) & -64
-    first, end = share_of(program, num_channels)
-    for channel in range(first, end):
-        if status == control.OK:
-            low = tl.minimum(num_bytes, channel * share)
-            own = tl.minimum(share, num_bytes - low)
-            status = _reduce_channel(ctx, args, fingerprint, channel, x + low, out + low, own, DTYPE, OP)
-    leave(ctx, status)
+    by_channels(ctx, args, fingerprint, x, out, num_bytes, _reduce_channel, DTYPE, OP, "none")

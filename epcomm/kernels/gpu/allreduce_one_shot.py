@@ -43,7 +43,8 @@ def allreduce_one_shot(ctx, args, fingerprint, x, out, num_bytes, streaming, c4,
     for distance in range(1, size):
         rank = (me + distance) % size
         if status == control.OK:
-            status = meet(ctx, fingerprint, peer(ctx, rank) + flag, epoch, rank, sites.ONE_SHOT_STAGED)  # RAW
+            raised = peer(ctx, rank) + flag
+            status = meet(ctx, fingerprint, raised, epoch, rank, sites.ONE_SHOT_STAGED, "none")  # RAW
     if (status == control.OK) & ((root < 0) | (root == me)):
         reduce(ctx, out, x, data, num_bytes, DTYPE, OP)
     leave(ctx, status)

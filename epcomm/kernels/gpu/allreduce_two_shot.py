@@ -19,40 +19,43 @@ from epcomm.device import control
 from epcomm.device.gpu.compile import all_programs, kernel
 from epcomm.device.gpu.machine import device
 from epcomm.device.gpu.memory import copy, set_word, word
-from epcomm.device.gpu.waiting import enter, leave, meet, peer, signal
-from epcomm.kernels.gpu.channels import part_bytes, share_of, slot_offset
+from epcomm.device.gpu.waiting import meet, peer, signal
+from epcomm.kernels.gpu.channels import by_channels, channel_bytes, channel_ring, part_bytes, slot_offset
 from epcomm.kernels.gpu.reduction import reduce
 from epcomm.kernels.protocol import collectives as protocol
 from epcomm.kernels.protocol import sites
 
 
 @device
-def _stage(ctx, x, slot, num_bytes):
-    """Stages a chunk, except the part that this rank reduces itself."""
-    part = part_bytes(num_bytes, word(ctx, control.SIZE))
-    low = tl.minimum(num_bytes, word(ctx, control.RANK) * part)
+def stage_but_part(x, slot, num_bytes, index, count):
+    """Stages a chunk, except part `index` of `count`, if there is one: this rank reduces it itself."""
+    part = part_bytes(num_bytes, count)
+    low = tl.minimum(num_bytes, index * part)
     high = tl.minimum(num_bytes, low + part)
     copy(slot, x, low)
     copy(slot + high, x + high, num_bytes - high)
 
 
 @device
-def _reduce_channel(ctx, args, fingerprint, channel, x, out, num_bytes, DTYPE: tl.constexpr, OP: tl.constexpr):
+def _reduce_channel(ctx, args, fingerprint, channel, x, out, num_bytes, DTYPE: tl.constexpr, OP: tl.constexpr,
+                    NETWORK: tl.constexpr):  # fmt: skip
     """One channel's bytes of the operation."""
     state, root = word(args, protocol.STATE), word(args, protocol.ROOT)
     me, size = word(ctx, control.RANK), word(ctx, control.SIZE)
     words = word(state, protocol.WORDS) + channel * (protocol.CHANNEL_WORDS * control.LINE)
     staged_word, reduced_word = words + protocol.STAGED * control.LINE, words + protocol.REDUCED * control.LINE
-    ring = channel * (protocol.NUM_SLOTS * protocol.CHUNK_BYTES)
-    staged, reduced = word(state, protocol.STAGED_SLOTS) + ring, word(state, protocol.REDUCED_SLOTS) + ring
+    staged = channel_ring(word(state, protocol.STAGED_SLOTS), channel)
+    reduced = channel_ring(word(state, protocol.REDUCED_SLOTS), channel)
+    low, num_bytes = channel_bytes(state, channel, num_bytes)
+    x, out = x + low, out + low
     first = word(state, protocol.CHUNKS + 2 * channel)
     num_chunks = (num_bytes + protocol.CHUNK_BYTES - 1) // protocol.CHUNK_BYTES
     status = tl.cast(control.OK, tl.int64)
     for step in range(num_chunks + 2):
         if (status == control.OK) & (step < num_chunks):
             start = step * protocol.CHUNK_BYTES
-            _stage(ctx, x + start, peer(ctx, me) + slot_offset(staged, first + step),
-                   tl.minimum(num_bytes - start, protocol.CHUNK_BYTES))  # fmt: skip
+            slot = peer(ctx, me) + slot_offset(staged, first + step)
+            stage_but_part(x + start, slot, tl.minimum(num_bytes - start, protocol.CHUNK_BYTES), me, size)
             signal(peer(ctx, me) + staged_word, first + step + 1)
         if (step > 0) & (step <= num_chunks):
             chunk = first + step - 1
@@ -60,7 +63,7 @@ def _reduce_channel(ctx, args, fingerprint, channel, x, out, num_bytes, DTYPE: t
                 rank = (me + distance) % size
                 if status == control.OK:
                     raised = peer(ctx, rank) + staged_word
-                    status = meet(ctx, fingerprint, raised, chunk + 1, rank, sites.TWO_SHOT_STAGED)  # RAW
+                    status = meet(ctx, fingerprint, raised, chunk + 1, rank, sites.TWO_SHOT_STAGED, NETWORK)  # RAW
             if status == control.OK:
                 start = (step - 1) * protocol.CHUNK_BYTES
                 length = tl.minimum(num_bytes - start, protocol.CHUNK_BYTES)
@@ -79,7 +82,7 @@ def _reduce_channel(ctx, args, fingerprint, channel, x, out, num_bytes, DTYPE: t
                 rank = (me + distance) % size
                 if status == control.OK:
                     raised = peer(ctx, rank) + reduced_word
-                    status = meet(ctx, fingerprint, raised, chunk + 1, rank, sites.TWO_SHOT_REDUCED)  # RAW
+                    status = meet(ctx, fingerprint, raised, chunk + 1, rank, sites.TWO_SHOT_REDUCED, NETWORK)  # RAW
                 if (status == control.OK) & ((root < 0) | (root == me)):
                     low = tl.minimum(length, rank * part)
                     source = peer(ctx, rank) + slot_offset(reduced, chunk) + low
@@ -92,14 +95,4 @@ def _reduce_channel(ctx, args, fingerprint, channel, x, out, num_bytes, DTYPE: t
 @kernel("allreduce_two_shot", programs=all_programs, max_registers=168)
 def allreduce_two_shot(ctx, args, fingerprint, x, out, num_bytes, streaming, c4, c5,
                        DTYPE: tl.constexpr, OP: tl.constexpr):  # fmt: skip
-    program, status = enter(ctx, fingerprint, "none")
-    x, out, num_bytes = tl.cast(x, tl.int64), tl.cast(out, tl.int64), tl.cast(num_bytes, tl.int64)
-    num_channels = word(word(args, protocol.STATE), protocol.NUM_CHANNELS)
-    share = ((num_bytes + num_channels - 1) // num_channels + 63) & -64
-    first, end = share_of(program, num_channels)
-    for channel in range(first, end):
-        if status == control.OK:
-            low = tl.minimum(num_bytes, channel * share)
-            own = tl.minimum(share, num_bytes - low)
-            status = _reduce_channel(ctx, args, fingerprint, channel, x + low, out + low, own, DTYPE, OP)
-    leave(ctx, status)
+    by_channels(ctx, args, fingerprint, x, out, num_bytes, _reduce_channel, DTYPE, OP, "none")

@@ -64,21 +64,36 @@ MORE_REDUCTIONS = tuple((dtype, op) for dtype in (_BF16, _F16, _F32, _F64, *_INT
 def arms(everything: bool = False) -> dict[str, Kernel]:
     """Arms by name, such as "dispatch EXPERTS=256 RANKS=8": a representative few, or all that users reach.
 
-    Those that are linked with a network's device library are in `link_arms`.
+    Those of ranks that load and store don't reach are in `link_arms`.
     """
-    return {name: kernel for name, kernel in _named(everything).items() if kernel.network not in NETWORKS}
-
-
-def link_arms(everything: bool = False) -> dict[str, Kernel]:
-    """The same, of arms that Triton must link with a network's device library: their constant NETWORK names it."""
-    return {name: kernel for name, kernel in _named(everything).items() if kernel.network in NETWORKS}
-
-
-def _named(everything: bool) -> dict[str, Kernel]:
     found = [*_arms(QUANTIZED, COMBINES, QUANTIZED_COMBINES, REDUCTIONS, everything)]
     if everything:
         found += _arms(MORE_QUANTIZED, MORE_COMBINES, MORE_QUANTIZED_COMBINES, MORE_REDUCTIONS, everything)
     return {name_of(kernel): kernel for kernel in found}  # several operations may share one
+
+
+def link_arms(everything: bool = False) -> dict[str, Kernel]:
+    """Arms by name that are linked with a network's device library, for each of `NETWORKS`: their constant NETWORK.
+
+    A few of each, or whatever of the representative ones reaches other ranks.
+    """
+    found = [kernel for network in NETWORKS for kernel in _network_arms(network, everything)]
+    return {name_of(kernel): kernel for kernel in found if kernel.network in NETWORKS}
+
+
+def _network_arms(network: str, everything: bool) -> Iterator[Kernel]:
+    kernels = GpuKernels()
+    kernels.network = network
+    yield from (kernels.barrier(), kernels.send(), kernels.recv(), kernels.exchange(_NOTHING, None, True))
+    yield kernels.reduce(_NOTHING, "rails", _BF16, "sum")
+    if everything:
+        yield from _expert_parallel_arms(kernels, QUANTIZED, COMBINES, QUANTIZED_COMBINES, False)
+        yield kernels.reduce(_NOTHING, "rails", _F32, "sum")
+        yield kernels.exchange(_NOTHING, (_BF16, "sum"), True)
+    else:
+        yield from (kernels.exchange_counts(256, 8), kernels.dispatch(256, 8, False))
+        by_rank = kernels.combine(_NOTHING, COMBINES[0], 8, True, None)
+        yield from (by_rank, kernels.combine_receive(by_rank))
 
 
 def _quantized_dispatch(kernels: GpuKernels, is_expanded: bool, dtype: torch.dtype, form: str) -> Kernel:
@@ -95,7 +110,32 @@ def _arms(
     everything: bool,
 ) -> Iterator[Kernel]:
     kernels = GpuKernels()
-    yield from (kernels.barrier(), kernels.send(), kernels.recv(), kernels.route())
+    yield from (kernels.barrier(), kernels.send(), kernels.recv())
+    yield from _expert_parallel_arms(kernels, quantized, combines, quantized_combines, everything)
+    yield kernels.exchange(_NOTHING, None, False)
+    for reduction in reductions:
+        yield kernels.reduce(_NOTHING, "one_shot", *reduction)
+        yield kernels.reduce(_NOTHING, "two_shot", *reduction)
+        yield kernels.exchange(_NOTHING, reduction, False)
+    yield kernels.exchange(_NOTHING, None, True)
+    for reduction in reductions if everything else reductions[::5]:
+        yield kernels.reduce(_NOTHING, "rails", *reduction)
+        yield kernels.exchange(_NOTHING, reduction, True)
+    yield kernels.execute_plan(_NOTHING, None)
+    for reduction in reductions if everything else reductions[::8]:
+        yield kernels.execute_plan(_NOTHING, reduction)
+    for dtype, op in itertools.product(SWITCH_DTYPES, SWITCH_OPS):
+        yield kernels.reduce(_NOTHING, "multimem", dtype, op)
+
+
+def _expert_parallel_arms(
+    kernels: GpuKernels,
+    quantized: Sequence[tuple[torch.dtype, str]],
+    combines: Sequence[tuple],
+    quantized_combines: Sequence[tuple],
+    everything: bool,
+) -> Iterator[Kernel]:
+    yield kernels.route()
     for extents in EXTENTS:
         yield kernels.exchange_counts(*extents)
         for is_expanded in (False, True):
@@ -114,13 +154,3 @@ def _arms(
         yield kernels.combine(_NOTHING, dtypes, 8, False, form)
         by_rank = kernels.combine(_NOTHING, dtypes, 8, True, form)
         yield from (by_rank, kernels.combine_receive(by_rank))
-    yield kernels.exchange(_NOTHING, None, False)
-    yield kernels.execute_plan(_NOTHING, None)
-    for reduction in reductions:
-        yield kernels.reduce(_NOTHING, "one_shot", *reduction)
-        yield kernels.reduce(_NOTHING, "two_shot", *reduction)
-        yield kernels.exchange(_NOTHING, reduction, False)
-    for reduction in reductions if everything else reductions[::8]:
-        yield kernels.execute_plan(_NOTHING, reduction)
-    for dtype, op in itertools.product(SWITCH_DTYPES, SWITCH_OPS):
-        yield kernels.reduce(_NOTHING, "multimem", dtype, op)

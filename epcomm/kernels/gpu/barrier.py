@@ -11,7 +11,7 @@ from epcomm.device import control
 from epcomm.device.gpu.compile import kernel, one
 from epcomm.device.gpu.memory import set_word, word
 from epcomm.device.gpu.network import raise_word
-from epcomm.device.gpu.waiting import enter, leave, meet, peer
+from epcomm.device.gpu.waiting import enter, leave, meet, peer, window_of_collectives
 from epcomm.kernels.protocol import collectives as protocol
 from epcomm.kernels.protocol import sites
 
@@ -26,10 +26,11 @@ def barrier(ctx, args, fingerprint, c0, c1, c2, c3, c4, c5, NETWORK: tl.constexp
         set_word(state, protocol.BARRIER_EPOCH, epoch)
         for distance in range(1, size):
             rank = (me + distance) % size
-            raise_word(ctx, ctx + 8 * control.PEERS, peer(ctx, rank), rank, region + me * control.LINE, epoch, NETWORK)
+            offset = region + me * control.LINE
+            raise_word(ctx, window_of_collectives(ctx), peer(ctx, rank), rank, offset, epoch, NETWORK)
     for distance in range(1, size):
         rank = (me + distance) % size
         if status == control.OK:
             raised = peer(ctx, me) + region + rank * control.LINE
-            status = meet(ctx, fingerprint, raised, epoch, rank, sites.BARRIER)  # RAW
+            status = meet(ctx, fingerprint, raised, epoch, rank, sites.BARRIER, NETWORK)  # RAW
     leave(ctx, status)

@@ -84,8 +84,8 @@ def _stage(ctx, args, state, routing, tensors, block, share, shares, IN: tl.cons
 
 @device
 def _fill_block(ctx, args, fingerprint, state, routing, tensors, output, epoch, share, shares,
-                IN: tl.constexpr, RANKS: tl.constexpr, SUMMED_HERE: tl.constexpr,
-                SCALES: tl.constexpr):  # fmt: skip
+                IN: tl.constexpr, RANKS: tl.constexpr, SUMMED_HERE: tl.constexpr, SCALES: tl.constexpr,
+                NETWORK: tl.constexpr):  # fmt: skip
     """Phase 2, for what the experts left elsewhere."""
     me = word(ctx, control.RANK)
     block = base_of(state, me) + word(state, protocol.OUTPUTS) + output * word(state, protocol.OUTPUT_BYTES)
@@ -93,7 +93,7 @@ def _fill_block(ctx, args, fingerprint, state, routing, tensors, output, epoch, 
     if SUMMED_HERE:
         if (status == control.OK) & (word(args, protocol.HAS_WEIGHTS) != 0):
             weighted = signal_word(ctx, state, protocol.WEIGHTED, me, 0)
-            status = meet_everyone(ctx, fingerprint, weighted, epoch, sites.COMBINE_WEIGHTED, RANKS)  # RAW
+            status = meet_everyone(ctx, fingerprint, weighted, epoch, sites.COMBINE_WEIGHTED, RANKS, NETWORK)  # RAW
         if status == control.OK:
             sum_on_this_rank(ctx, args, state, routing, tensors, block, share, shares, IN, SCALES)
     else:
@@ -151,7 +151,7 @@ def combine(ctx, args, fingerprint, routing, tensors, weights, output, stage_aft
         if stage_after >= 0:
             status = _fill_block(
                 ctx, args, fingerprint, state, routing, tensors, output, epoch, share, shares, IN, RANKS, SUMMED_HERE,
-                SCALES,
+                SCALES, NETWORK,
             )  # fmt: skip
         if status == control.OK:
             if arrive(state, shares):

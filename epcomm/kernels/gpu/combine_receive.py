@@ -83,7 +83,7 @@ def sum_rows(ctx, args, fingerprint, state, routing, weights, tensors, epoch, sh
     """A program's part in the receiving half of combine `epoch`."""
     ready = signal_word(ctx, state, protocol.READY + (epoch & 1), word(ctx, control.RANK), 0)
     value = epoch << protocol.PAYLOAD_BITS
-    status = meet_everyone(ctx, fingerprint, ready, value, sites.COMBINE_READY, RANKS)  # RAW
+    status = meet_everyone(ctx, fingerprint, ready, value, sites.COMBINE_READY, RANKS, NETWORK)  # RAW
     if status == control.OK:
         given = weights
         if word(args, protocol.BY_RANK):

@@ -193,7 +193,7 @@ def exchange_counts(ctx, args, fingerprint, routing, c1, c2, c3, c4, c5, EXPERTS
         set_word(state, protocol.COUNT_EPOCH, epoch)
         push_counts(ctx, state, routing, epoch, NETWORK)
         raise_everywhere(ctx, state, kind, value | requires_grad, RANKS, NETWORK)
-        status = meet_everyone(ctx, fingerprint, counted, value, sites.ROUTE_COUNTS, RANKS)  # RAW
+        status = meet_everyone(ctx, fingerprint, counted, value, sites.ROUTE_COUNTS, RANKS, NETWORK)  # RAW
     if status == control.OK:
         for rank in range(size):
             requires_grad |= load64(signal_word(ctx, state, kind, me, rank)) & 1

@@ -27,8 +27,9 @@ from epcomm.heap.cpu import Allgather, Mapping
 from epcomm.heap.cuda import CudaSegment, LentMemory, register_host_memory, unregister_host_memory
 from epcomm.heap.cuda_symmetric import SymmetricCudaSegment, SymmetricGroup
 from epcomm.heap.layout import PAGE, align_up
-from epcomm.heap.network import TRANSPORTS, Network, NetworkSegment, connect
+from epcomm.heap.network import Exchange, Network, NetworkSegment, architecture
 from epcomm.heap.private import MirroredMemory
+from epcomm.heap.transport import connect
 from epcomm.kernels.gpu.target import GpuTarget
 
 _loading = threading.Lock()
@@ -109,23 +110,18 @@ class CudaTarget(GpuTarget):
     defers = True
 
     def __init__(self, device: torch.device, sm_budget: int | None = None, transport: str = "auto"):
-        if transport not in TRANSPORTS:
-            wanted = ", ".join(map(repr, TRANSPORTS))
-            raise ConfigError(f"init: argument `transport`: wanted one of {wanted}, got {transport!r}")
         self.device = require_cuda(device)
-        self.transport = "peer_memory" if transport == "auto" else transport  # until the ranks have met
-        self._wanted = transport
+        self.transport = transport  # as wanted, until the ranks have met
         self._connection: Network | None = None
         self.kind = torch.cuda.get_device_name(self.device) + " with sm_budget=0" * (sm_budget == 0)
         self.copy_engine_bytes = _COPY_ENGINE_BYTES if sm_budget == 0 else 0
-        major, minor = torch.cuda.get_device_capability(self.device)
-        self._arch = f"sm_{major}{minor}"
+        major, _ = torch.cuda.get_device_capability(self.device)
+        self._arch = architecture(self.device)
         links, memory = _BANDWIDTHS.get(major, _BANDWIDTHS[max(_BANDWIDTHS)])
         self.link_speed = links / memory
         self.stream = CudaStream()
         self._num_programs = 1
         self._group: SymmetricGroup | None = None
-        self._has_met = False
 
     def default_num_programs(self, size: int) -> int:
         if self.copy_engine_bytes:
@@ -142,18 +138,21 @@ class CudaTarget(GpuTarget):
     def private(self, num_bytes: int) -> MirroredMemory:
         return MirroredMemory(num_bytes, self.device, self.stream)
 
+    def connect(self, rank: int, hosts: Sequence[int], exchange: Exchange) -> Network | None:
+        self._connection = connect(self.transport, rank, hosts, self.device, exchange)
+        self.transport = "peer_memory" if self._connection is None else self._connection.name
+        if self._connection is not None and max(self._connection.nodes) > 0:
+            self.network = self._connection.name  # else load and store reach everyone, and kernels do without
+        return self._connection
+
     def segment(
-        self, rank: int, num_bytes: int, prefault: Any, allgather: Allgather
+        self, rank: int, num_bytes: int, word_bytes: int, prefault: Any, allgather: Allgather
     ) -> CudaSegment | SymmetricCudaSegment | NetworkSegment:
         def exchange(payload: bytes) -> list[bytes]:
             return [message for message, _ in allgather(payload, ())]
 
-        if not self._has_met:
-            self._connection = connect(self._wanted, rank, self.device, exchange)
-            self.transport = self._connection.name if self._connection else "peer_memory"
-            self._has_met = True
         if self._connection is not None:
-            return self._connection.segment(num_bytes)
+            return self._connection.segment(num_bytes, word_bytes, exchange)
         if self._group is None:
             self._group = SymmetricGroup(rank, self.device, exchange)
         return self._group.segment(num_bytes, exchange) or CudaSegment(num_bytes, self.device, exchange)

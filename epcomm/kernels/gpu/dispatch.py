@@ -69,7 +69,7 @@ def _meet_peers(ctx, fingerprint, state, routing, block, latency, epoch, EXPERTS
         push_counts(ctx, state, routing, epoch, NETWORK)
     value, granted = epoch << protocol.PAYLOAD_BITS, signal_word(ctx, state, kind, me, 0)
     raise_everywhere(ctx, state, kind, value | block, RANKS, NETWORK)
-    status = meet_everyone(ctx, fingerprint, granted, value, sites.DISPATCH_GRANT, RANKS)  # WAR; RAW of counts
+    status = meet_everyone(ctx, fingerprint, granted, value, sites.DISPATCH_GRANT, RANKS, NETWORK)  # WAR; RAW of counts
     if latency:
         if status == control.OK:
             status = place_rows(ctx, state, routing, epoch, EXPERTS, RANKS, NETWORK)

@@ -20,7 +20,7 @@ from epcomm.device.gpu.compile import all_programs, kernel
 from epcomm.device.gpu.machine import device
 from epcomm.device.gpu.memory import copy, set_word, store_release, word
 from epcomm.device.gpu.waiting import enter, leave, meet, peer, signal, wait
-from epcomm.kernels.gpu.reduction import finish, reduce_two
+from epcomm.kernels.gpu.reduction import reduce_listed
 from epcomm.kernels.protocol import collectives, sites
 from epcomm.kernels.protocol import plans as protocol
 
@@ -37,7 +37,7 @@ def _meet_everyone(ctx, fingerprint, table, worker):
         rank = (me + distance) % size
         if status == control.OK:
             raised = peer(ctx, rank) + arrived
-            status = meet(ctx, fingerprint, raised, sequence, rank, sites.PLAN_ARRIVED)  # WAR
+            status = meet(ctx, fingerprint, raised, sequence, rank, sites.PLAN_ARRIVED, "none")  # WAR
     return status
 
 
@@ -90,39 +90,46 @@ def _await_steps(ctx, args, fingerprint, table, row, tile):
 
 
 @device
-def _move(ctx, args, x, out, row, start, num_bytes, message, slot,
+def _move(ctx, args, x, out, row, worker, start, num_bytes, message, slot,
           DTYPE: tl.constexpr, OP: tl.constexpr, FINISHES: tl.constexpr):  # fmt: skip
     """Does a row's copy or sum of `num_bytes` from byte `start` of its chunk on; messages are at `message`, `slot`."""
     flags = word(row, protocol.FLAGS)
     source = _address(args, x, out, word(row, protocol.SRC_BUFFER), word(row, protocol.SRC_OFFSET) + start)
     to = _address(args, x, out, word(row, protocol.DST_BUFFER), word(row, protocol.DST_OFFSET) + start)
     receives, sends = (flags & protocol.RECEIVES) != 0, (flags & protocol.SENDS) != 0
+    is_sum = (flags & protocol.REDUCES) != 0
+    if receives & (is_sum == 0):
+        source = message
     if OP != "none":
-        if (flags & protocol.REDUCES) != 0:
+        SUM: tl.constexpr = "sum" if FINISHES else OP
+        ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
+        size, num_items = word(ctx, control.SIZE), num_bytes // ITEM
+        operands = word(args, collectives.SOURCES) + worker * size * 8
+        if is_sum:
             other, total = to, to
             if receives:
                 other = message
             if sends:
                 total = slot
-            reduce_two(total, source, other, num_bytes, DTYPE, OP)
+            set_word(operands, 0, source)
+            set_word(operands, 1, other)
+            tl.debug_barrier()
+            reduce_listed(total, operands, tl.cast(2, tl.int64), num_items, size, DTYPE, DTYPE, SUM)
             tl.debug_barrier()  # what is copied below may have been computed by other threads
             source, sends = total, False
-        elif receives:
-            source = message
-    else:
-        if receives:
-            source = message
+        if FINISHES:
+            if (flags & protocol.FINISHES) != 0:
+                set_word(operands, 0, to)
+                tl.debug_barrier()
+                reduce_listed(to, operands, tl.cast(1, tl.int64), num_items, size, DTYPE, DTYPE, OP)
     if sends:
         copy(slot, source, num_bytes)
     if ((flags & protocol.WRITES) != 0) & (to != source):
         copy(to, source, num_bytes)
-    if FINISHES:
-        if (flags & protocol.FINISHES) != 0:
-            finish(to, num_bytes, word(ctx, control.SIZE), DTYPE, OP)
 
 
 @device
-def _do_row(ctx, args, fingerprint, x, out, table, row, tile,
+def _do_row(ctx, args, fingerprint, x, out, table, row, tile, worker,
             DTYPE: tl.constexpr, OP: tl.constexpr, FINISHES: tl.constexpr):  # fmt: skip
     flags, me = word(row, protocol.FLAGS), word(ctx, control.RANK)
     is_first, is_last = (flags & protocol.IS_FIRST) != 0, (flags & protocol.IS_LAST) != 0
@@ -155,7 +162,7 @@ def _do_row(ctx, args, fingerprint, x, out, table, row, tile,
         start = tile * tile_bytes
         num_bytes = tl.minimum(tile_bytes, word(row, protocol.BYTES) - start)
         if num_bytes > 0:
-            _move(ctx, args, x, out, row, start, num_bytes, message, slot, DTYPE, OP, FINISHES)
+            _move(ctx, args, x, out, row, worker, start, num_bytes, message, slot, DTYPE, OP, FINISHES)
         tl.debug_barrier()  # the next row may read what other threads wrote, or write what they read
         if is_last & sends:
             signal(peer(ctx, word(to, protocol.PEER)) + word(to, protocol.SENT_WORD), sent + 1)
@@ -177,7 +184,7 @@ def execute_plan(ctx, args, fingerprint, x, out, num_bytes, streaming, c4, c5,
         for number in range(num_rows):
             if status == control.OK:
                 row = rows + number * (8 * protocol.ROW_WORDS)
-                status = _do_row(ctx, args, fingerprint, x, out, table, row, tile, DTYPE, OP, FINISHES)
+                status = _do_row(ctx, args, fingerprint, x, out, table, row, tile, program, DTYPE, OP, FINISHES)
                 if (status == control.OK) & ((word(row, protocol.FLAGS) & protocol.IS_AWAITED) != 0):
                     store_release(_done_word(args, program), _done_value(ctx, num_rows, tile, number + 1))
     tl.debug_barrier()  # all threads have read the counts

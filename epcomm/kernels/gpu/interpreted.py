@@ -20,6 +20,7 @@ from epcomm.device.gpu.multimem import EMULATED_BASE
 from epcomm.device.gpu.remote import RemoteNetwork
 from epcomm.errors import UnsupportedError
 from epcomm.heap.cpu import Allgather, Mapping, SymmetricSegment, owned_array
+from epcomm.heap.network import Exchange
 from epcomm.heap.private import MirroredMemory
 from epcomm.kernels.gpu.replay import ReplayStream
 from epcomm.kernels.gpu.target import GpuTarget
@@ -52,14 +53,16 @@ class InterpretedTarget(GpuTarget):
         self.shares_control = network == "none"  # the host reaches all ranks' control regions
         self.kind = "cpu" + " with multicast" * multicast + " with sm_budget=0" * (sm_budget == 0)
 
-    def connect(self, rank: int) -> RemoteNetwork | None:
+    def connect(self, rank: int, hosts: Sequence[int], exchange: Exchange) -> RemoteNetwork | None:
         self._remote = RemoteNetwork(rank, self._nodes) if self.network == "remote" else None
         return self._remote
 
-    def segment(self, rank: int, num_bytes: int, prefault: Any, allgather: Allgather) -> SymmetricSegment:
+    def segment(
+        self, rank: int, num_bytes: int, word_bytes: int, prefault: Any, allgather: Allgather
+    ) -> SymmetricSegment:
         segment = SymmetricSegment(rank, num_bytes, prefault, allgather)
         if self._remote is not None:
-            self._remote.add(segment)
+            self._remote.add(segment, word_bytes)
         return segment
 
     def multicast(self, segment: SymmetricSegment) -> int:

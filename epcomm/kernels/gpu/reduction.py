@@ -17,12 +17,9 @@ from epcomm.device.gpu.items import WIDE, load_items, store_items
 from epcomm.device.gpu.machine import device
 from epcomm.device.gpu.memory import word
 from epcomm.device.gpu.waiting import peer
-from epcomm.kernels.protocol.arithmetic import canonical_reduction
+from epcomm.kernels.protocol.arithmetic import canonical_reduction, partial_dtype
 
 TILE_BYTES = tl.constexpr(8192)  # 16-bit floats take twice as much in registers; twice of that was spilled
-#: values of the constants that stand for no reduction
-NO_REDUCTION = {"DTYPE": tl.uint8, "OP": "none"}
-
 ITEM_TILE_ITEMS, BYTE_TILE_ITEMS = tl.constexpr(1024), tl.constexpr(256)
 
 
@@ -32,6 +29,12 @@ def reduction_constants(dtype: torch.dtype, op: str) -> dict[str, Any]:
     return {"DTYPE": triton_dtype(dtype), "OP": op}
 
 
+def partial_constants(dtype: torch.dtype, op: str) -> dict[str, Any]:
+    """Those of a kernel that reduces in two steps: DTYPE is (the inputs' and the result's, that of partial results)."""
+    dtype, op = canonical_reduction(dtype, op)
+    return {"DTYPE": (triton_dtype(dtype), triton_dtype(partial_dtype(dtype, op))), "OP": op}
+
+
 @device
 def reduce(ctx, to, own, staged, num_bytes, DTYPE: tl.constexpr, OP: tl.constexpr):
     """Reduces all ranks' inputs into the array at `to`; whoever calls it has waited for the peers.
@@ -39,86 +42,77 @@ def reduce(ctx, to, own, staged, num_bytes, DTYPE: tl.constexpr, OP: tl.constexp
     This rank's input is at `own`, which may be `to`; a peer's at the offset `staged` of its control segment. All have
     `num_bytes`, a multiple of the item size, and any alignment.
     """
-    ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    addresses = to | own | staged
-    wide_bytes = tl.cast(0, tl.int64)
-    if addresses & 15 == 0:
-        wide_bytes = num_bytes // 16 * 16
-    _reduce_tiles(ctx, to, own, staged, 0, wide_bytes, DTYPE, OP, WIDE, TILE_BYTES // ITEM)
-    if addresses & (ITEM - 1) == 0:
-        _reduce_tiles(ctx, to, own, staged, wide_bytes, num_bytes, DTYPE, OP, ITEM, ITEM_TILE_ITEMS)
-    else:
-        _reduce_tiles(ctx, to, own, staged, wide_bytes, num_bytes, DTYPE, OP, 1, BYTE_TILE_ITEMS)
+    num_items = num_bytes // (DTYPE.primitive_bitwidth // 8)
+    _reduce(to, ctx, 0, own, staged, to | own | staged, num_items, 0, DTYPE, DTYPE, OP, False)
 
 
 @device
-def _reduce_tiles(ctx, to, own, staged, start, end,
-                  DTYPE: tl.constexpr, OP: tl.constexpr, ACCESS: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
-    """Bytes [start, end) of a reduction."""
-    ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    size = word(ctx, control.SIZE)
+def reduce_listed(to, sources, num_sources, num_items, divisor,
+                  SOURCE: tl.constexpr, TARGET: tl.constexpr, OP: tl.constexpr):  # fmt: skip
+    """The same of the arrays, of `num_items` of SOURCE, whose addresses are the words at `sources`, in their order.
+
+    The result is in TARGET. ``avg`` divides by `divisor`. The program's threads have passed a barrier since the words
+    were written, and pass one before they are written again.
+    """
+    addresses = to
+    for index in range(num_sources):
+        addresses = addresses | word(sources, index)
+    _reduce(to, sources, num_sources, to, to, addresses, num_items, divisor, SOURCE, TARGET, OP, True)
+
+
+@device
+def _reduce(to, sources, num_sources, own, staged, addresses, num_items, divisor,
+            SOURCE: tl.constexpr, TARGET: tl.constexpr, OP: tl.constexpr, LISTED: tl.constexpr):  # fmt: skip
+    """A reduction of arrays that `_source` finds; `addresses` are the bits in any of their addresses, and of `to`."""
+    IN: tl.constexpr = SOURCE.primitive_bitwidth // 8
+    OUT: tl.constexpr = TARGET.primitive_bitwidth // 8
+    SMALLER: tl.constexpr = IN if IN < OUT else OUT
+    LARGER: tl.constexpr = OUT if IN < OUT else IN
+    num_wide = tl.cast(0, tl.int64)
+    if addresses & 15 == 0:
+        num_wide = num_items // (16 // SMALLER) * (16 // SMALLER)
+    _reduce_tiles(to, sources, num_sources, own, staged, 0, num_wide, divisor,
+                  SOURCE, TARGET, OP, LISTED, WIDE, WIDE, TILE_BYTES // IN)  # fmt: skip
+    if addresses & (LARGER - 1) == 0:
+        _reduce_tiles(to, sources, num_sources, own, staged, num_wide, num_items, divisor,
+                      SOURCE, TARGET, OP, LISTED, IN, OUT, ITEM_TILE_ITEMS)  # fmt: skip
+    else:
+        _reduce_tiles(to, sources, num_sources, own, staged, num_wide, num_items, divisor,
+                      SOURCE, TARGET, OP, LISTED, 1, 1, BYTE_TILE_ITEMS)  # fmt: skip
+
+
+@device
+def _reduce_tiles(to, sources, num_sources, own, staged, start, end, divisor,
+                  SOURCE: tl.constexpr, TARGET: tl.constexpr, OP: tl.constexpr, LISTED: tl.constexpr,
+                  LOADS: tl.constexpr, STORES: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+    """Items [start, end) of a reduction."""
+    IN: tl.constexpr = SOURCE.primitive_bitwidth // 8
+    OUT: tl.constexpr = TARGET.primitive_bitwidth // 8
+    if not LISTED:  # read here: held from before the other branches they would be spilled
+        num_sources = word(sources, control.SIZE)
+        divisor = num_sources
     at = tl.cast(start, tl.int64)
     while at < end:
-        num_items = tl.minimum(end - at, TILE * ITEM) // ITEM
-        total = load_items(_source(ctx, 0, own, staged) + at, num_items, DTYPE, ACCESS, TILE)
-        for rank in range(1, size):
-            source = _source(ctx, rank, own, staged) + at
-            total = _combine(total, load_items(source, num_items, DTYPE, ACCESS, TILE), OP)
+        num_items = tl.minimum(end - at, TILE)
+        total = load_items(_source(sources, 0, own, staged, LISTED) + at * IN, num_items, SOURCE, LOADS, TILE)
+        for index in range(1, num_sources):
+            source = _source(sources, index, own, staged, LISTED) + at * IN
+            total = _combine(total, load_items(source, num_items, SOURCE, LOADS, TILE), OP)
         if OP == "avg":
-            total = _divide(total, size)
-        store_items(to + at, total, num_items, DTYPE, ACCESS, TILE)
-        at += TILE * ITEM
+            total = _divide(total, divisor)
+        store_items(to + at * OUT, total, num_items, TARGET, STORES, TILE)
+        at += TILE
 
 
 @device
-def reduce_two(to, a, b, num_bytes, DTYPE: tl.constexpr, OP: tl.constexpr):
-    """Reduces two arrays at any addresses into a third, which may be one of them; an average is only summed."""
-    _apply(to, a, b, num_bytes, 1, DTYPE, OP, False)
-
-
-@device
-def finish(to, num_bytes, size, DTYPE: tl.constexpr, OP: tl.constexpr):
-    """Makes the result of a reduction of `size` inputs of what `reduce_two` has accumulated, in place."""
-    _apply(to, to, to, num_bytes, size, DTYPE, OP, True)
-
-
-@device
-def _apply(to, a, b, num_bytes, size, DTYPE: tl.constexpr, OP: tl.constexpr, IS_FINISH: tl.constexpr):
-    ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    addresses = to | a | b
-    wide_bytes = tl.cast(0, tl.int64)
-    if addresses & 15 == 0:
-        wide_bytes = num_bytes // 16 * 16
-    _apply_tiles(to, a, b, 0, wide_bytes, size, DTYPE, OP, IS_FINISH, WIDE, TILE_BYTES // ITEM)
-    if addresses & (ITEM - 1) == 0:
-        _apply_tiles(to, a, b, wide_bytes, num_bytes, size, DTYPE, OP, IS_FINISH, ITEM, ITEM_TILE_ITEMS)
+def _source(sources, index, own, staged, LISTED: tl.constexpr):
+    """Address of an array: listed; else, `sources` being the context, a rank's input, of which its own isn't staged."""
+    if LISTED:
+        address = word(sources, index)
     else:
-        _apply_tiles(to, a, b, wide_bytes, num_bytes, size, DTYPE, OP, IS_FINISH, 1, BYTE_TILE_ITEMS)
-
-
-@device
-def _apply_tiles(to, a, b, start, end, size, DTYPE: tl.constexpr, OP: tl.constexpr, IS_FINISH: tl.constexpr,
-                 ACCESS: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
-    """Bytes [start, end) of `_apply`."""
-    ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    at = tl.cast(start, tl.int64)
-    while at < end:
-        num_items = tl.minimum(end - at, TILE * ITEM) // ITEM
-        total = load_items(a + at, num_items, DTYPE, ACCESS, TILE)
-        if IS_FINISH:
-            total = _divide(total, size)
-        else:
-            total = _combine(total, load_items(b + at, num_items, DTYPE, ACCESS, TILE), OP)
-        store_items(to + at, total, num_items, DTYPE, ACCESS, TILE)
-        at += TILE * ITEM
-
-
-@device
-def _source(ctx, rank, own, staged):
-    """Address of a rank's input: this rank's own isn't staged."""
-    address = peer(ctx, rank) + staged
-    if rank == word(ctx, control.RANK):
-        address = own
+        address = peer(sources, index) + staged
+        if index == word(sources, control.RANK):
+            address = own
     return address
 
 

@@ -14,9 +14,10 @@ import triton
 from epcomm.device.gpu.compile import Kernel, all_programs
 from epcomm.device.gpu.dtypes import triton_dtype
 from epcomm.device.gpu.launch import status_before
-from epcomm.errors import UnsupportedError
+from epcomm.heap.network import Exchange
 from epcomm.kernels.gpu.allreduce_multimem import allreduce_multimem
 from epcomm.kernels.gpu.allreduce_one_shot import allreduce_one_shot
+from epcomm.kernels.gpu.allreduce_rails import allreduce_rails
 from epcomm.kernels.gpu.allreduce_two_shot import allreduce_two_shot
 from epcomm.kernels.gpu.barrier import barrier
 from epcomm.kernels.gpu.combine import combine
@@ -24,11 +25,12 @@ from epcomm.kernels.gpu.combine_receive import combine_receive
 from epcomm.kernels.gpu.counts import exchange_counts
 from epcomm.kernels.gpu.dispatch import dispatch
 from epcomm.kernels.gpu.dispatch_receive import dispatch_receive
-from epcomm.kernels.gpu.exchange import exchange
+from epcomm.kernels.gpu.exchange import NO_REDUCTION, exchange
+from epcomm.kernels.gpu.exchange_network import exchange_network
 from epcomm.kernels.gpu.execute_plan import execute_plan
 from epcomm.kernels.gpu.point_to_point import recv, send
 from epcomm.kernels.gpu.quantized_rows import FORMS
-from epcomm.kernels.gpu.reduction import NO_REDUCTION, reduction_constants
+from epcomm.kernels.gpu.reduction import partial_constants, reduction_constants
 from epcomm.kernels.gpu.route import route
 from epcomm.kernels.protocol.arithmetic import check_row_sum, has_finish
 
@@ -40,36 +42,32 @@ class GpuKernels:
 
     network = "none"  # see `device.gpu.network`
 
-    def _require_reach(self, what: str) -> None:
-        if self.network != "none":
-            raise UnsupportedError(f"{what} on GPUs: wanted ranks that reach each other by load and store, got others")
-
     def barrier(self) -> Kernel:
         return barrier.made_for(NETWORK=self.network)
 
     def reduce(self, args: np.ndarray, algorithm: str, dtype: torch.dtype, op: str) -> Kernel:
-        self._require_reach("reductions")
+        if algorithm == "rails":
+            return allreduce_rails.made_for(**partial_constants(dtype, op), NETWORK=self.network)
         return _REDUCTIONS[algorithm].made_for(**reduction_constants(dtype, op))
 
     def exchange(self, args: np.ndarray, reduction: tuple[torch.dtype, str] | None, spans_hosts: bool) -> Kernel:
-        self._require_reach("collectives")
-        return exchange.made_for(**(NO_REDUCTION if reduction is None else reduction_constants(*reduction)))
+        constants = NO_REDUCTION if reduction is None else reduction_constants(*reduction)
+        if spans_hosts:
+            return exchange_network.made_for(**constants, NETWORK=self.network)
+        return exchange.made_for(**constants)
 
     def plan_workers(self, num_programs: int) -> int:
         return num_programs
 
     def execute_plan(self, args: np.ndarray, reduction: tuple[torch.dtype, str] | None) -> Kernel:
-        self._require_reach("plans")
         constants = NO_REDUCTION if reduction is None else reduction_constants(*reduction)
         return execute_plan.made_for(**constants, FINISHES=reduction is not None and has_finish(reduction[1]))
 
     def send(self) -> Kernel:
-        self._require_reach("send")
-        return send
+        return send.made_for(NETWORK=self.network)
 
     def recv(self) -> Kernel:
-        self._require_reach("recv")
-        return recv
+        return recv.made_for(NETWORK=self.network)
 
     def route(self) -> Kernel:
         return route
@@ -123,7 +121,7 @@ class GpuTarget(GpuKernels, ABC):
     def launch(self, ctx: Any, kernel: Kernel, args: Any, fingerprint: int, *words: int) -> int:
         """See `kernels.target.Target`; words that are not given are 0."""
 
-    def connect(self, rank: int) -> Any:
+    def connect(self, rank: int, hosts: Sequence[int], exchange: Exchange) -> Any:
         return None
 
     def failure_before(self, ctx: Any) -> int:

@@ -67,6 +67,12 @@ def sum_of(op: str) -> str:
     return "sum" if has_finish(op) else op
 
 
+def partial_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
+    """The dtype of some ranks' partial results: that of the inputs unless it would round what is rounded later."""
+    is_rounded = dtype in (torch.float16, torch.bfloat16) and op not in ("min", "max")
+    return torch.float32 if is_rounded else dtype
+
+
 def check_row_sum(*dtypes: torch.dtype) -> None:
     """Raises UnsupportedError unless rows of all these dtypes can be summed."""
     for dtype in dtypes:

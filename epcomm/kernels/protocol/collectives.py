@@ -26,14 +26,17 @@ PARTIAL_BYTES = 2 * CHUNK_BYTES  # of one node's partial result of a chunk: sums
 X, OUT, NUM_BYTES = range(3)
 STREAMING = 3
 STATE, REDUCE, SOURCES = 7, 8, 9  # addresses: state block, reduction, an array of [channels, size] addresses
-ROOT = 10  # the rank that gets the result, or -1: all do
+ROOT = 10  # a reduction: the rank that gets the result, an exchange: the one whose bytes all get; -1: all of them
 TABLE = 11  # exchange: address of [4, size] words, see below; plans: of the table, see `plans`
 SHARED = 12  # exchange: 1 if every receiver reads the same staged bytes
 MAX_PAIR_BYTES = 13  # exchange: the most that any rank sends to any other; the same on all ranks
 FINISH = 14  # address of what makes results: rails: of the nodes' partial results; plans: of sums, or 0
 PARTIAL_SCALE = 15  # rails: bytes of a partial result per byte of the message
-COUNTS, DONE, SCRATCH = 16, 17, 18  # plans: addresses: counts of messages, words of programs (a line each), chunks
-NUM_WORDS = 19
+ARE_ALONE = 16  # rails: 1 if every node has one rank, whose input is its node's partial result
+NUM_SHARES = 17  # rails: in how many shares nodes finish a part, each node its own; 1: each node finishes all of it
+KEPT_OFFSET, KEPT_BYTES = 18, 19  # rails: which bytes of the result this rank gets
+COUNTS, DONE, SCRATCH = 20, 21, 22  # plans: addresses: counts of messages, words of programs (a line each), chunks
+NUM_WORDS = 23
 # rows of an exchange's table: byte offsets in x and out, and byte counts, by peer
 SEND_OFFSET, SEND_BYTES, RECEIVE_OFFSET, RECEIVE_BYTES = range(4)
 
@@ -71,8 +74,8 @@ CHANNEL_WORDS = 4
 
 # ---- words of a collective channel where ranks are on several hosts, one line per rank that raises it in each reader's
 # segment; FORWARDED is of the rank whose bytes a third one has passed on
-PUSHED_SENT, PUSHED_FORWARDED, PUSHED_TAKEN, PUSHED_PARTIAL = range(4)
-NUM_PUSHED = 4
+PUSHED_SENT, PUSHED_FORWARDED, PUSHED_TAKEN, PUSHED_PARTIAL, PUSHED_REDUCED, PUSHED_ARRIVED = range(6)
+NUM_PUSHED = 6
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,11 @@ class CollectiveRegions:
     fifos: int  # [fifo_bytes], of plans: the rings above
     fifo_bytes: int
     size: int  # of the whole segment
+
+    @property
+    def word_bytes(self) -> int:
+        """All words that ranks raise in each other's segments are below."""
+        return self.one_shot
 
 
 def collective_regions(

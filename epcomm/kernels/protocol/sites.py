@@ -16,7 +16,8 @@ ROUTE_COUNTS = 9
 DISPATCH_GRANT, DISPATCH_ROWS, DISPATCH_READ = 10, 11, 12
 COMBINE_READ, COMBINE_READY, COMBINE_WEIGHTED = 13, 14, 15
 EXCHANGE_FORWARDED, RAILS_PARTIAL = 16, 17
-PLAN_ARRIVED, PLAN_MESSAGE, PLAN_SLOT, PLAN_STEP = 18, 19, 20, 21
+RAILS_REDUCED, BROADCAST_ARRIVED, BROADCAST_ENTERED = 18, 19, 20
+PLAN_ARRIVED, PLAN_MESSAGE, PLAN_SLOT, PLAN_STEP = 21, 22, 23, 24
 
 _TEXTS = {
     OUTBOX_SITE: "to take what was sent to it before (WAR)",
@@ -32,6 +33,9 @@ _TEXTS = {
     PLAN_MESSAGE: "to send the plan's next message (RAW)",
     PLAN_SLOT: "to take the message whose slot is needed (WAR)",
     PLAN_STEP: "to do a step of the plan that others of its rank follow",
+    RAILS_REDUCED: "to reduce its share of all hosts' parts of a chunk (RAW)",
+    BROADCAST_ARRIVED: "to receive the chunk that it passes on (WAR)",
+    BROADCAST_ENTERED: "to enter the broadcast (RAW)",
     MESSAGE_SENT: "to send (RAW)",
     MESSAGE_TAKEN: "to receive what was sent before (WAR)",
     ROUTE_COUNTS: "to send its token counts (RAW)",
