@@ -40,7 +40,7 @@ BAD: dict[str, tuple[Call, Call, list[str]]] = {
     "algorithm": (
         lambda c: c.allreduce(X, algorithm="rings"),
         lambda c: c.allreduce(X),
-        ["`algorithm`", "two_shot", "'ring'"],
+        ["`algorithm`", "two_shot", "'rings'"],
     ),
     "one shot of much": (
         lambda c: c.allreduce(BIG, algorithm="one_shot"),

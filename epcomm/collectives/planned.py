@@ -14,6 +14,7 @@ from epcomm.collectives.checks import check_op
 from epcomm.collectives.plan import Plan
 from epcomm.collectives.plan.conditions import REDUCTIONS, ROOTED
 from epcomm.collectives.plan.lower import Fifos, lower, prove, scratch_bytes
+from epcomm.collectives.selection import ALGORITHMS as KERNELS
 from epcomm.device.control import GENERATION_SHIFT, LINE
 from epcomm.device.cpu.memory import STREAMING_BYTES
 from epcomm.errors import ConfigError, PlanError, UnsupportedError
@@ -126,8 +127,9 @@ class PlanBinder:
         size = self._runtime.size
         if not isinstance(algorithm, Plan):
             if algorithm not in ALGORITHMS:
-                known = ", ".join(name for name, made in ALGORITHMS.items() if kind in made.forms)
-                wanted = f"wanted a plan or one of auto, {known}"
+                known = [*KERNELS] if kind == "allreduce" else ["auto"]
+                known += [name for name, made in ALGORITHMS.items() if kind in made.forms and name not in known]
+                wanted = f"wanted a plan or one of {', '.join(known)}"
                 raise ConfigError(f"{where}: argument `algorithm`: {wanted}, got {algorithm!r}")
             channels = min(self._binder.num_channels, _MOST_CHANNELS)
             try:
