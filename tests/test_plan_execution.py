@@ -195,7 +195,7 @@ REFUSED: dict[str, tuple[Callable[[epcomm.Communicator], Any], str]] = {
         lambda c: c.broadcast(X, 1, algorithm=ALGORITHMS["ring"].plan("broadcast", 2)),
         "wanted a plan of broadcast of 2 ranks, root 1",
     ),
-    "name": (lambda c: c.allreduce(X, algorithm="rings"), "wanted a plan or one of auto, one_shot, .*, ring, .*, got 'rings'"),
+    "name": (lambda c: c.allreduce(X, algorithm="rings"), "a plan or one of auto, one_shot, .*, ring, .*, got 'rings'"),
     "name for another collective": (lambda c: c.alltoall(X, algorithm="ring"), "ring does allreduce"),
     "no plan": (lambda c: c.allgather(X, algorithm=7), "wanted a plan or one of auto, ring"),
     "op": (lambda c: c.reduce_scatter(X, "band", algorithm="ring"), "argument `op`: wanted one of"),

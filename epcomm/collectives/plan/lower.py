@@ -12,6 +12,7 @@ import functools
 import hashlib
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +25,8 @@ from epcomm.heap.layout import align_up
 from epcomm.kernels.protocol import plans as protocol
 
 _MOST_ROWS = 1 << protocol.DONE_BITS
+#: one end of a FIFO: (is it the sending one, the other rank, channel)
+_End = tuple[bool, int, int]
 
 
 @dataclass(frozen=True)
@@ -85,9 +88,9 @@ class _Lowering:
         check_sizes(self._plan, proven.order, chunks)
         self._slot_bytes, self._incoming = self._slots()
         self._num_tiles, self._tile_bytes = self._tiles()
-        self._rows: list[list[list[int]]] = [[] for _ in range(num_workers)]
+        self._rows: list[list[list[Any]]] = [[] for _ in range(num_workers)]  # with ends instead of FIFOs' places
         self._done_at: dict[tuple[int, int], int] = {}  # (program, step): rows of its worker that are done then
-        self._ends: dict[tuple[bool, int, int], tuple[int, int]] = {}  # (is sending, peer, channel): (worker, messages)
+        self._ends: dict[_End, tuple[int, int]] = {}  # (worker, number of messages)
         self._after: list[list[tuple[int, int]]] = []  # (worker, rows that it must have done), by steps that wait
 
     def table(self) -> np.ndarray:
@@ -112,7 +115,7 @@ class _Lowering:
         receive = self._message(worker, False, step.receive_from, position.channel)
         send = self._message(worker, True, step.send_to, position.channel)
         after = [(other % self._num_workers, self._done_at[other, at]) for other, at in step.after]
-        after = [(other, rows) for other, rows in after if other != worker]
+        after = [(other, num_done) for other, num_done in after if other != worker]
         self._after.append(after)
         count = max(step.count, 1)
         for place in range(count):
@@ -130,14 +133,14 @@ class _Lowering:
             rows.append([flags, num_bytes, *operands, place, *receive, *send, len(self._after) - 1, len(after)])
         self._done_at[position.program, position.step] = len(rows)
 
-    def _message(self, worker: int, is_sending: bool, peer: int | None, channel: int) -> tuple[int, int]:
-        """(number of the FIFO's end on this rank, number of the message in a tile) of a step's message, if any."""
+    def _message(self, worker: int, is_sending: bool, peer: int | None, channel: int) -> tuple[_End | None, int]:
+        """(the FIFO's end on this rank, number of the message in a tile) of a step's message, if any."""
         if peer is None:
-            return -1, 0
+            return None, 0
         end = (is_sending, peer, channel)
         _, number = self._ends.get(end, (worker, 0))
         self._ends[end] = (worker, number + 1)
-        return list(self._ends).index(end), number
+        return end, number
 
     def _add_finish(self) -> None:
         """Rows that make results of sums, once all of this rank's workers have done all else in a tile."""
@@ -149,7 +152,7 @@ class _Lowering:
             place = [protocol.OUTPUT, self._chunks.offset("output", chunk)]
             num_bytes = self._chunks.num_bytes("output", chunk)
             after = [len(self._after) - 1, len(self._after[-1])]
-            self._rows[worker].append([flags, num_bytes, 0, 0, *place, 0, -1, 0, -1, 0, *after])
+            self._rows[worker].append([flags, num_bytes, 0, 0, *place, 0, None, 0, None, 0, *after])
 
     def _final_chunks(self) -> set[tuple[Position, int]]:
         """Where in which steps chunks of results are written that this rank doesn't access again."""
@@ -209,7 +212,7 @@ class _Lowering:
         first_row = protocol.HEADER_WORDS + protocol.WORKER_WORDS * self._num_workers
         first_fifo = first_row + protocol.ROW_WORDS * sum(num_rows)
         first_after = first_fifo + protocol.FIFO_WORDS * len(self._ends)
-        by_worker = sorted(range(len(self._ends)), key=lambda end: [*self._ends.values()][end][0])
+        by_worker = sorted(self._ends, key=lambda end: self._ends[end][0])
         fifo_at = {end: first_fifo + protocol.FIFO_WORDS * place for place, end in enumerate(by_worker)}
         after_at = first_after + protocol.AFTER_WORDS * np.cumsum([0, *map(len, self._after)])
         awaited = {entry for after in self._after for entry in after}
@@ -227,13 +230,12 @@ class _Lowering:
                     row[column] = fifo_at.get(row[column], 0)
                 row[protocol.FIRST_AFTER] = after_at[row[protocol.FIRST_AFTER]]
                 words += row
-        ends = list(self._ends.items())
         for end in by_worker:
-            words += self._fifo(*ends[end])
+            words += self._fifo(end)
         words += [word for after in self._after for worker, done in after for word in (worker, num_rows[worker], done)]
         return np.array(words, np.int64)
 
-    def _fifo(self, end: tuple[bool, int, int], use: tuple[int, int]) -> list[int]:
+    def _fifo(self, end: _End) -> list[int]:
         """The record of one end of a FIFO."""
         (is_sending, peer, channel), size = end, self._fifos.size
         src, dst = (self._rank, peer) if is_sending else (peer, self._rank)
@@ -241,4 +243,4 @@ class _Lowering:
         taken = protocol.taken_word(self._fifos.words, size, channel, dst)
         slots = self._incoming[dst, src, channel] * self._plan.fifo_depth * self._slot_bytes
         count = (is_sending * protocol.MAX_CHANNELS + channel) * size + peer
-        return [peer, sent, taken, self._fifos.slots + slots, use[1], count]
+        return [peer, sent, taken, self._fifos.slots + slots, self._ends[end][1], count]
