@@ -39,8 +39,9 @@ def _contestants(world: Any, message: Message, plans: Sequence[str]) -> list[Con
     algorithms: dict[str, Any] = {
         f"kernel {name}": name for name in _KERNELS if name != "one_shot" or num_bytes <= _ONE_SHOT_LIMIT
     }
-    for name in plans:
-        algorithms[f"plan {name}"] = ALGORITHMS[name].plan("allreduce", comm.size)
+    for name in plans:  # by name as anyone would get them, but for names that are kernels'
+        plan = ALGORITHMS[name].plan("allreduce", comm.size) if name in _KERNELS else name
+        algorithms[f"plan {name}"] = plan
     found = []
     for name, algorithm in algorithms.items():
         out = torch.empty_like(message.x)
@@ -97,7 +98,7 @@ def main(
     for row in document["rows"]:
         shown = (f"{row[name]:.0f}" for name in ("p50_us", "min_us"))
         table.add_row(row["label"], row["contestant"], *shown, f"{row['to_kernel']:.2f}", row["temperature"])
-    Console().print(table)
+    Console(width=120).print(table)
     results.save(document, json)
     raise typer.Exit(1 if document["failures"] else 0)
 

@@ -174,6 +174,9 @@ class Plan:
             wanted = "wanted tuples throughout, so that it can't change"
             raise ConfigError(f"plan {self.name}: {wanted}; got lists") from None
 
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in vars(self).items() if name != "_hash"}  # other processes hash otherwise
+
     @cached_property
     def num_steps(self) -> int:
         return sum(len(program.steps) for programs in self.programs for program in programs)
