@@ -11,6 +11,7 @@ import numpy as np
 from epcomm.collectives.algorithms import ALGORITHMS
 from epcomm.collectives.language import Collective, Trace, chunk
 from epcomm.collectives.plan import BUFFERS, Dependency, Location, Op, Plan, Program, Step
+from epcomm.collectives.plan.msccl import from_msccl, to_msccl
 
 #: A rank's programs as lists, which mutations change.
 _Ranks = list[list[tuple[int, list[Step]]]]
@@ -29,7 +30,9 @@ def sources() -> list[Plan]:
         ("two_level", "alltoall", 4, {"ranks_per_node": 2}), ("bruck", "allgather", 5, {}),
     ]  # fmt: skip
     plans = [ALGORITHMS[name].plan(collective, size, **options) for name, collective, size, options in made]
-    return [*plans, *(switching_ring(size) for size in (3, 4)), switching_ring(3, pieces=2)]
+    plans += [switching_ring(3), switching_ring(4), switching_ring(3, pieces=2), gathering()]
+    # by way of MSCCL: programs of one peer each, several of them on a channel, and nops
+    return plans + [from_msccl(to_msccl(plan)) for plan in (ALGORITHMS["two_shot"].plan("allreduce", 3), gathering())]
 
 
 def switching_ring(num_ranks: int, **arguments: int) -> Plan:
@@ -43,6 +46,17 @@ def switching_ring(num_ranks: int, **arguments: int) -> Plan:
             for hop in range(1, num_ranks):
                 total = total.copy((block + hop) % num_ranks, channel=hop % 2)
     return trace.plan(**arguments)
+
+
+def gathering() -> Plan:
+    """An allgather of three ranks by the first one, which waits for two programs at once."""
+    with Trace("gathering", Collective("allgather", 3, 1)) as trace:
+        chunk(0, "input").copy(0, "output", 0)
+        for rank in (1, 2):
+            chunk(rank, "input").copy(0, "output", rank, channel=rank)
+        for rank in (1, 2):
+            chunk(0, "output", 0, 3).copy(rank)
+    return trace.plan()
 
 
 def mutated(plan: Plan, mutation: str, generator: np.random.Generator) -> Plan | None:

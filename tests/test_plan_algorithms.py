@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import product
 
 import numpy as np
@@ -127,25 +128,27 @@ def test_bandwidth():
     assert most_sent("double_binary_tree", 8) <= 2
 
 
-@pytest.mark.parametrize("num_ranks", [2, 5, 8])
-@pytest.mark.parametrize("name, kind", [pair for pair in PAIRS if pair[1] in REDUCTIONS])
+def able(kinds: Iterable[str], sizes: Iterable[int]) -> list[tuple[str, str, int]]:
+    """(algorithm, collective, number of ranks) of those that can be made."""
+    return [
+        (name, kind, size) for (name, kind), size in product(PAIRS, sizes)
+        if kind in kinds and not ((name, kind) in POWERS_OF_TWO and size & (size - 1))
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, kind, num_ranks", able(REDUCTIONS, (2, 5, 8)))
 def test_roundings_by_running(name, kind, num_ranks):
     """Sums that count how deep they are: the deepest is what the proof says."""
-    if (name, kind) in POWERS_OF_TWO and num_ranks == 5:
-        pytest.skip("a power of two of ranks only")
     plan, proof = proven(name, kind, num_ranks)
     zeros = [np.zeros(len(given), np.int64) for given in inputs_of(plan.collective)]
     outputs = execute(plan, zeros, reduce=lambda a, b: np.maximum(a, b) + 1).outputs
     assert max(int(output.max(initial=0)) for output in outputs) == proof.roundings
 
 
-@pytest.mark.parametrize("num_ranks", [3, 5, 8])
-@pytest.mark.parametrize("name", [name for name, kind in PAIRS if kind == "allreduce"])
-def test_all_ranks_get_the_same_bits(name, num_ranks):
+@pytest.mark.parametrize("name, kind, num_ranks", able(["allreduce"], (3, 5, 8)))
+def test_all_ranks_get_the_same_bits(name, kind, num_ranks):
     """Of float32 numbers of very different sizes, whose sum depends on the order."""
-    if (name, "allreduce") in POWERS_OF_TWO and num_ranks & (num_ranks - 1):
-        pytest.skip("a power of two of ranks only")
-    plan, _ = proven(name, "allreduce", num_ranks)
+    plan, _ = proven(name, kind, num_ranks)
     generator = np.random.default_rng(num_ranks)
     shapes = [(len(given), 500) for given in inputs_of(plan.collective)]
     inputs = [generator.standard_normal(shape) * 10.0 ** generator.integers(-6, 6, shape) for shape in shapes]

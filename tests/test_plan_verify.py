@@ -66,6 +66,14 @@ def test_a_right_plan_is_proven():
     assert_runs_right(BROADCAST)
 
 
+def test_a_plan_without_steps():
+    """In place one rank has nothing to do; out of place it has."""
+    plan = Plan("nothing", Collective("allreduce", 1, 1), ((),), out_of_place=False)
+    assert verify(plan).num_messages == 0
+    assert_runs_right(plan)
+    assert "nothing wrote it" in str(refused(replace(plan, out_of_place=True), "result"))
+
+
 @pytest.mark.parametrize(
     "new, problem",
     [

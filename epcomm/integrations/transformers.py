@@ -10,6 +10,8 @@ Written for transformers 5.24, whose registry of `EPImplementation`s this serves
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
@@ -51,7 +53,7 @@ class EpcommExperts(EPImplementation):
             )
         ep = handles_of(self.ep_mesh.get_group(), hidden_states.device).for_batch(
             len(hidden_states),
-            num_experts=self.num_local_experts * self.ep_mesh.size(),
+            num_experts=self.ep_mesh.size() * cast(int, self.num_local_experts),
             topk=top_k_index.shape[1],
             hidden=hidden_states.shape[1],
             dtype=hidden_states.dtype,
@@ -63,7 +65,7 @@ class EpcommExperts(EPImplementation):
         mine = ep.combine(outputs, received, top_k_weights.float())
         if self.tp_mesh.size() == 1:
             return mine
-        shape = (num_tokens, mine.shape[1])
+        shape = torch.Size((num_tokens, mine.shape[1]))
         shares = DTensor.from_local(mine, self.tp_mesh, [Shard(0)], shape=shape, stride=(shape[1], 1))
         return shares.full_tensor()
 

@@ -30,7 +30,7 @@ def plugin() -> None:
     if not current_platform.is_cpu():
         return
     for name in _ORACLES:
-        oracle = importlib.import_module(name)
+        oracle: Any = importlib.import_module(name)
         oracle.maybe_make_prepare_finalize = _wrapped(oracle.maybe_make_prepare_finalize)
 
 

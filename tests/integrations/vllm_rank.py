@@ -19,6 +19,7 @@ def main() -> None:
         VLLM_CPU_KVCACHE_SPACE="1",
         VLLM_CPU_OMP_THREADS_BIND="nobind",
         OMP_NUM_THREADS="1",
+        VLLM_LOGGING_LEVEL="INFO",  # it says what it uses
     )
     from vllm import LLM, SamplingParams
 

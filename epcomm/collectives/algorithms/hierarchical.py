@@ -18,8 +18,8 @@ from epcomm.collectives.algorithms.paths import (
 )
 from epcomm.collectives.language import Collective, chunk
 
-#: Channels: into the rail's ranks, along the rails, out of them.
-GATHER, RAIL, SPREAD = range(3)
+#: Channels of the phases along the rails and out of them; the phase into them has the default, 0.
+RAIL, SPREAD = 1, 2
 
 
 def _allreduce(collective: Collective, ranks_per_node: int | None = None) -> None:

@@ -18,16 +18,16 @@ def reduce_along(path: Sequence[int], index: int, to: int, *, source: str = "inp
     return chunk(path[-1], source, index).reduce(total, "output", to, channel=channel)
 
 
-def copy_along(chunk: Chunk, path: Iterable[int], *, channel: int = 0) -> None:
+def copy_along(value: Chunk, path: Iterable[int], *, channel: int = 0) -> None:
     """Copies a chunk from rank to rank, to the same place on each."""
     for rank in path:
-        chunk = chunk.copy(rank, channel=channel)
+        value = value.copy(rank, channel=channel)
 
 
-def copy_to_each(chunk: Chunk, ranks: Iterable[int], *, channel: int = 0) -> None:
+def copy_to_each(value: Chunk, ranks: Iterable[int], *, channel: int = 0) -> None:
     """Copies a chunk to the same place on each of the ranks."""
     for rank in ranks:
-        chunk.copy(rank, channel=channel)
+        value.copy(rank, channel=channel)
 
 
 def reduce_in_order(owner: int, group: Sequence[int], index: int, to: int, *, buffer: str = "output") -> Chunk:
@@ -58,6 +58,7 @@ def runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
         while first + count in wanted:
             count += 1
         yield first, count
+
 
 def own_block(rank: int) -> Chunk:
     """Copies an allgather's input to where it belongs in the rank's own output."""

@@ -39,10 +39,15 @@ def to_json(plan: Plan) -> str:
     collective = plan.collective
     header = {
         "format": FORMAT,
-        **{name: getattr(plan, name, None) for name in _HEADER},
+        "name": plan.name,
         "collective": collective.kind,
+        "num_ranks": collective.num_ranks,
         "num_chunks": collective.num_chunks,
         "root": collective.root,
+        "scratch_chunks": plan.scratch_chunks,
+        "fifo_depth": plan.fifo_depth,
+        "in_place": plan.in_place,
+        "out_of_place": plan.out_of_place,
     }
     ranks = ",\n".join(
         "  [" + ",\n   ".join(_program_text(program) for program in programs) + "]" for programs in plan.programs
