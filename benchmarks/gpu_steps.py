@@ -38,7 +38,7 @@ def _data(comm: Any, rank: int, number: int, size: int, dtype: torch.dtype) -> t
 
 
 def check_collectives(comm: Any) -> dict[str, int]:
-    """Barrier, allreduce, allgather, reduce_scatter and alltoall, three times each; returns how many were checked."""
+    """Barrier, allreduce, allgather, reduce_scatter, alltoall and plans, three times each; returns how many."""
     checked = 0
     for number in range(3):
         for count in (1, 1000, 40_000, 3_000_001):
@@ -53,8 +53,11 @@ def check_collectives(comm: Any) -> dict[str, int]:
         _require("allgather", comm.allgather(own), torch.cat(everyone))
         _require("reduce_scatter", comm.reduce_scatter(own), torch.stack(everyone).sum(0)[part])
         _require("alltoall", comm.alltoall(own), torch.cat([x[part] for x in everyone]))
+        for algorithm in ("ring", "double_binary_tree"):
+            whole = comm.allreduce(own, algorithm=algorithm)
+            _require(f"allreduce by {algorithm}", whole, torch.stack(everyone).sum(0))
         comm.barrier()
-        checked += 4
+        checked += 6
     _synchronize(comm)
     comm.check()
     return {"checked": checked}

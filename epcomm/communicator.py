@@ -11,6 +11,8 @@ from epcomm.collectives.bind import Binder
 from epcomm.collectives.movement import Movement
 from epcomm.collectives.ops import Reductions
 from epcomm.collectives.parts import Tensors
+from epcomm.collectives.plan import Plan
+from epcomm.collectives.planned import PlanBinder
 from epcomm.collectives.point_to_point import PointToPoint
 from epcomm.errors import ConfigError, EpcommError
 from epcomm.hub import Hub
@@ -46,8 +48,9 @@ class Communicator:
         self._runtime = Runtime(target, hub, network, regions, num_programs, timeout)
         self._fifo = Fifo("epcomm-async", is_stream_ordered=self.device.type == "cuda")
         self._binder = Binder(self._runtime, regions, num_programs)
-        self._reductions = Reductions(self._runtime, self._binder, self._fifo)
-        self._movement = Movement(self._runtime, self._binder, self._fifo)
+        plans = PlanBinder(self._binder)
+        self._reductions = Reductions(self._runtime, self._binder, plans, self._fifo)
+        self._movement = Movement(self._runtime, self._binder, plans, self._fifo)
         self._point_to_point = PointToPoint(self._runtime, regions)
 
     # ---- life
@@ -132,7 +135,7 @@ class Communicator:
         op: str = "sum",
         *,
         out: torch.Tensor | None = None,
-        algorithm: str = "auto",
+        algorithm: str | Plan = "auto",
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
@@ -141,12 +144,13 @@ class Communicator:
         `op`: sum, avg, min, max, prod; band, bor, bxor for integers and bool. 16-bit floats are summed in float32 and
         rounded once; avg of integers truncates toward zero. `algorithm`: "one_shot" (up to 32 KiB), "two_shot", or
         "multimem", where NVLink's switch sums and averages floats of 16 and 32 bits, in an order of its own: "auto"
-        never takes it.
+        never takes it. Or, in this and all collectives that have it, a `Plan`, which is proven first, or the name of
+        one of `collectives.algorithms`: sums then round as often as the proof says (docs/plans.md).
         """
         return self._reductions.allreduce(x, op, out, algorithm, async_op, timeout)
 
     def bind_allreduce(
-        self, x: torch.Tensor, op: str = "sum", *, out: torch.Tensor | None = None, algorithm: str = "auto"
+        self, x: torch.Tensor, op: str = "sum", *, out: torch.Tensor | None = None, algorithm: str | Plan = "auto"
     ) -> Callable[[], torch.Tensor]:
         """A function that allreduces `x` into `out` (default: in place) with addresses resolved once, for hot loops."""
         return self._reductions.bind_allreduce(x, op, out, algorithm)
@@ -158,17 +162,19 @@ class Communicator:
         op: str = "sum",
         *,
         out: torch.Tensor | None = None,
+        algorithm: str | Plan = "auto",
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
         """Like `allreduce`, with the result on rank `dst` only; the others get None."""
-        return self._reductions.reduce(x, dst, op, out, async_op, timeout)
+        return self._reductions.reduce(x, dst, op, out, algorithm, async_op, timeout)
 
     def allgather(
-        self, x: torch.Tensor, *, out: Tensors | None = None, async_op: bool = False, timeout: float | None = None
-    ) -> Any:
+        self, x: torch.Tensor, *, out: Tensors | None = None, algorithm: str | Plan = "auto",
+        async_op: bool = False, timeout: float | None = None,
+    ) -> Any:  # fmt: skip
         """All ranks' `x`, concatenated on dim 0 in rank order, or in a list `out` of one tensor per rank."""
-        return self._movement.allgather(x, out, async_op, timeout)
+        return self._movement.allgather(x, out, algorithm, async_op, timeout)
 
     def gather(
         self,
@@ -188,11 +194,12 @@ class Communicator:
         src: int = 0,
         *,
         out: torch.Tensor | None = None,
+        algorithm: str | Plan = "auto",
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
         """Rank `src`'s `x`; elsewhere `x` gives shape and dtype (``out=x`` receives into it)."""
-        return self._movement.broadcast(x, src, out, async_op, timeout)
+        return self._movement.broadcast(x, src, out, algorithm, async_op, timeout)
 
     def scatter(
         self,
@@ -212,20 +219,22 @@ class Communicator:
         op: str = "sum",
         *,
         out: torch.Tensor | None = None,
+        algorithm: str | Plan = "auto",
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
         """This rank's part (dim 0 split evenly, or one of a list) of the reduction of all ranks' `x`."""
-        return self._movement.reduce_scatter(x, op, out, async_op, timeout)
+        return self._movement.reduce_scatter(x, op, out, algorithm, async_op, timeout)
 
     def alltoall(
-        self, x: Tensors, *, out: Tensors | None = None, async_op: bool = False, timeout: float | None = None
-    ) -> Any:
+        self, x: Tensors, *, out: Tensors | None = None, algorithm: str | Plan = "auto",
+        async_op: bool = False, timeout: float | None = None,
+    ) -> Any:  # fmt: skip
         """Part r of the result (dim 0 split evenly) is part `rank` of rank r's `x`.
 
         `x` and `out` may both be lists of one tensor per rank, of any shapes: what rank r sends fills ``out[r]``.
         """
-        return self._movement.alltoall(x, out, async_op, timeout)
+        return self._movement.alltoall(x, out, algorithm, async_op, timeout)
 
     def alltoallv(
         self,

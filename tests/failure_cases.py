@@ -22,6 +22,7 @@ WAITS: dict[str, Call] = {
     "one-shot": lambda c: c.allreduce(X),
     "two-shot": lambda c: c.allreduce(torch.ones(900_000)),
     "exchange": lambda c: c.allgather(torch.ones(900_000)),
+    "plan": lambda c: c.allreduce(BIG, algorithm="ring"),
     "bound": lambda c: c.bind_allreduce(torch.ones(4))(),
     "asynchronous": lambda c: c.allreduce(X, async_op=True).wait(),
     "behind asynchronous": lambda c: [c.allreduce(X, async_op=True), c.barrier()],

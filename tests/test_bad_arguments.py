@@ -38,9 +38,9 @@ BAD: dict[str, tuple[Call, Call, list[str]]] = {
         ["`op`", "float8_e4m3fn"],
     ),
     "algorithm": (
-        lambda c: c.allreduce(X, algorithm="ring"),
+        lambda c: c.allreduce(X, algorithm="rings"),
         lambda c: c.allreduce(X),
-        ["`algorithm`", "two_shot", "'ring'"],
+        ["`algorithm`", "two_shot", "'rings'"],
     ),
     "one shot of much": (
         lambda c: c.allreduce(BIG, algorithm="one_shot"),

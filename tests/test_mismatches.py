@@ -10,6 +10,7 @@ import torch
 from failure_cases import BIG, SOON, Call, Raised, X, raised_by, works
 
 import epcomm
+from epcomm.collectives.algorithms import ALGORITHMS
 from epcomm.errors import MismatchError
 from epcomm.testing.ranks import run_ranks
 
@@ -20,6 +21,12 @@ MISMATCHES: dict[str, tuple[Call, Call, list[str]]] = {
     "dtype": (lambda c: c.allreduce(X), lambda c: c.allreduce(X.int()), ["float32", "int32"]),
     "op": (lambda c: c.allreduce(BIG), lambda c: c.allreduce(BIG, "max"), ["op=sum", "op=max"]),
     "algorithm": (lambda c: c.allreduce(X), lambda c: c.allreduce(X, algorithm="two_shot"), ["auto", "two_shot"]),
+    "kernel or plan": (lambda c: c.allreduce(X), lambda c: c.allreduce(X, algorithm="ring"), ["auto", "plan ring"]),
+    "plan": (
+        lambda c: c.allreduce(BIG, algorithm="ring"),
+        lambda c: c.allreduce(BIG, algorithm=ALGORITHMS["ring"].plan("allreduce", c.size, fifo_depth=4)),
+        ["plan ring allreduce"],
+    ),
     "root": (lambda c: c.broadcast(X, 0), lambda c: c.broadcast(X, 1), ["src=0", "src=1"]),
     "root of reduce": (lambda c: c.reduce(X, 0), lambda c: c.reduce(X, 2), ["root=0", "root=2"]),
     "movement": (lambda c: c.allgather(BIG), lambda c: c.reduce_scatter(BIG[:3]), ["allgather(", "reduce_scatter("]),

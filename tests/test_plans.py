@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -55,6 +56,14 @@ def test_a_plan_has_programs_for_each_rank():
     for arguments in wrong:
         with pytest.raises(ConfigError):
             Collective(*arguments)
+
+
+def test_equal_plans_are_one_key():
+    """Also in another process, where the same words have other hashes."""
+    plan, same = (ALGORITHMS["ring"].plan("allreduce", 3) for _ in range(2))
+    assert {plan: 1}[same] == 1 and plan is not same
+    sent = pickle.loads(pickle.dumps(plan))
+    assert sent == plan and "_hash" in vars(plan) and "_hash" not in vars(sent)
 
 
 @pytest.mark.parametrize("plan", sources(), ids=lambda plan: f"{plan.name} {plan.num_ranks}")

@@ -21,7 +21,7 @@ from epcomm.kernels.target import Kernel, Target
 from epcomm.operation import Operation, ParameterBlock
 from epcomm.runtime import Runtime
 
-Bound = TypeVar("Bound", Operation, CopyMove, Operation | CopyMove)
+Bound = TypeVar("Bound")
 _MAX_BOUND = 512  # shapes that vary without end must not grow memory without end
 
 
@@ -29,13 +29,13 @@ class Binder:
     """The state block of a communicator's collectives, and its bound operations by request."""
 
     def __init__(self, runtime: Runtime, regions: CollectiveRegions, num_channels: int):
-        self.runtime, self.num_channels, self._copies = runtime, num_channels, regions.copies
+        self.runtime, self.num_channels, self.regions = runtime, num_channels, regions
         self._memory = runtime.target.private(8 * (protocol.CHUNKS + 2 * num_channels))
         self._sources = runtime.target.private(8 * num_channels * runtime.size)  # only kernels use it
         self._state = self._memory.array.view(np.int64)
         self._state[protocol.MULTICAST] = runtime.target.multicast(runtime.collectives)
         self.has_multicast = bool(self._state[protocol.MULTICAST])
-        self._nodes = _private_words(runtime.target, node_table(runtime.nodes))
+        self._nodes = private_words(runtime.target, node_table(runtime.nodes))
         self.num_nodes = max(runtime.nodes) + 1
         self.spans_hosts = self.num_nodes > 1
         self._state[protocol.NODES] = self._nodes.address
@@ -74,17 +74,18 @@ class Binder:
             self.remember(key, operation)
         return operation
 
-    def remember(self, key: Hashable, operation: Operation | CopyMove) -> None:
+    def remember(self, key: Hashable, operation: Any) -> None:
         """Keeps a bound operation for the next request like it."""
         if len(self.bound) >= _MAX_BOUND:
             self.bound.clear()
         self.bound[key] = operation
 
-    def _operation(self, kernel: Kernel, args: ParameterBlock, text: str, table: Any = None) -> Operation:
+    def operation(self, kernel: Kernel, args: ParameterBlock, text: str, table: Any = None) -> Operation:
         """Binds a kernel; the operation keeps alive what its parameter block points to."""
         return self.runtime.operation(kernel, args, text, keep=(self._memory, self._nodes, self._sources, table))
 
-    def _block(self) -> ParameterBlock:
+    def block(self) -> ParameterBlock:
+        """The parameters that all collectives have."""
         args = ParameterBlock(self.runtime.target, protocol.NUM_WORDS)
         args.words[protocol.STATE] = self._memory.address
         args.words[protocol.SOURCES] = self._sources.address
@@ -93,7 +94,7 @@ class Binder:
 
     def barrier(self, text: str) -> Operation:
         """A barrier in which all ranks must pass the same text."""
-        return self._operation(self.runtime.target.barrier(), self._block(), text)
+        return self.operation(self.runtime.target.barrier(), self.block(), text)
 
     def reduce(self, text: str, num_bytes: int, dtype: torch.dtype, op: str, algorithm: str, root: int) -> Operation:
         """Allreduce, or with `root` >= 0 a reduce to that rank."""
@@ -115,13 +116,13 @@ class Binder:
 
     def _reduction(self, text: str, num_bytes: int, dtype: torch.dtype, op: str, algorithm: str, root: int,
                    kept_offset: int, kept_bytes: int) -> Operation:  # fmt: skip
-        args, are_alone = self._block(), self.num_nodes == self.runtime.size
+        args, are_alone = self.block(), self.num_nodes == self.runtime.size
         scale = 1 if are_alone else partial_scale(dtype, op)
         args.words[protocol.ROOT] = root
         args.words[[protocol.ARE_ALONE, protocol.PARTIAL_SCALE]] = are_alone, scale
         args.words[protocol.NUM_SHARES] = num_shares(num_bytes, self.num_nodes, scale)
         args.words[[protocol.KEPT_OFFSET, protocol.KEPT_BYTES]] = kept_offset, kept_bytes
-        return self._operation(self.runtime.target.reduce(args.words, algorithm, dtype, op), args, text)
+        return self.operation(self.runtime.target.reduce(args.words, algorithm, dtype, op), args, text)
 
     def exchange(
         self,
@@ -138,18 +139,18 @@ class Binder:
         `shared`: all that get anything from a rank get the same. `root`: all ranks get that one's bytes, and no others.
         """
         if self.runtime.target.copy_engine_bytes and reduction is None and not self.spans_hosts:
-            return CopyMove(self.runtime, self.barrier(text), self._copies, table, max_pair_bytes, shared)
-        args = self._block()
-        memory = _private_words(self.runtime.target, itertools.chain(*table))
+            return CopyMove(self.runtime, self.barrier(text), self.regions.copies, table, max_pair_bytes, shared)
+        args = self.block()
+        memory = private_words(self.runtime.target, itertools.chain(*table))
         args.words[protocol.TABLE] = memory.address
         args.words[protocol.MAX_PAIR_BYTES] = max_pair_bytes
         args.words[protocol.SHARED] = shared
         args.words[protocol.ROOT] = root
         kernel = self.runtime.target.exchange(args.words, reduction, self.spans_hosts)
-        return self._operation(kernel, args, text, memory)
+        return self.operation(kernel, args, text, memory)
 
 
-def _private_words(target: Target, words: Iterable[int]) -> PrivateMemory:
+def private_words(target: Target, words: Iterable[int]) -> PrivateMemory:
     """A table for kernels."""
     values = np.array([*words], dtype=np.int64)
     memory = target.private(values.nbytes)

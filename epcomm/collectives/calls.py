@@ -10,8 +10,9 @@ import torch
 
 from epcomm.collectives.bind import Binder
 from epcomm.collectives.checks import check_timeout
+from epcomm.collectives.plan import Plan
+from epcomm.collectives.planned import PlanBinder
 from epcomm.errors import ConfigError, UnsupportedError
-from epcomm.kernels.protocol.arithmetic import supported_ops
 from epcomm.operation import Operation
 from epcomm.runtime import Runtime
 from epcomm.work import Fifo
@@ -35,8 +36,8 @@ def rejecting(method: Method) -> Method:
 class Calls:
     """Runs operations of one communicator: at once, or in their turn behind asynchronous ones."""
 
-    def __init__(self, runtime: Runtime, binder: Binder, fifo: Fifo):
-        self.runtime, self._binder, self._fifo = runtime, binder, fifo
+    def __init__(self, runtime: Runtime, binder: Binder, plans: PlanBinder, fifo: Fifo):
+        self.runtime, self._binder, self._plans, self._fifo = runtime, binder, plans, fifo
         self._everyone, self._device = range(runtime.size), runtime.target.device
 
     def _where(self, name: str) -> str:
@@ -60,6 +61,8 @@ class Calls:
 
         return self._fifo.call(run, async_op, f"rank {self.runtime.rank}: {operation.text}")
 
-    def _check_op(self, where: str, dtype: torch.dtype, op: str) -> None:
-        if op not in supported_ops(dtype):
-            raise ConfigError(f"{where}: argument `op`: wanted one of {supported_ops(dtype)} for {dtype}, got {op!r}")
+    def _run_plan(self, kind: str, x: torch.Tensor, result: torch.Tensor | None, algorithm: str | Plan, async_op: bool,
+                  timeout: float | None, op: str = "", root: int = 0) -> Any:  # fmt: skip
+        """Runs a plan, or the plan of the algorithm that is named, from x (contiguous) to result."""
+        operation, values = self._plans.request(self._where(kind), kind, algorithm, x, result, op, root)
+        return self._call(operation, values, (x, result), result, async_op, timeout)

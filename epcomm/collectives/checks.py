@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from epcomm.errors import ConfigError, UnsupportedError
+from epcomm.kernels.protocol.arithmetic import supported_ops
 from epcomm.runtime import LONGEST_TIMEOUT
 
 
@@ -49,6 +50,12 @@ def check_out(where: str, out: torch.Tensor | None, shape: Sequence[int], like: 
         wanted = "wanted a contiguous tensor that is no conjugated or negated view"
         raise ConfigError(f"{where}: argument `out`: {wanted}, got strides {out.stride()}")
     return out
+
+
+def check_op(where: str, dtype: torch.dtype, op: object) -> None:
+    """Refuses a reduction that doesn't exist for the dtype."""
+    if op not in supported_ops(dtype):
+        raise ConfigError(f"{where}: argument `op`: wanted one of {supported_ops(dtype)} for {dtype}, got {op!r}")
 
 
 def check_rank(where: str, name: str, rank: int, size: int) -> int:

@@ -15,6 +15,7 @@ import torch
 from epcomm.collectives.calls import Calls, rejecting
 from epcomm.collectives.checks import (
     check_divisible,
+    check_op,
     check_out,
     check_overlap,
     check_rank,
@@ -23,7 +24,8 @@ from epcomm.collectives.checks import (
     check_timeout,
 )
 from epcomm.collectives.copy_engine import CopyMove
-from epcomm.collectives.parts import Parts, Tensors, check_out_parts, check_parts, parts_of
+from epcomm.collectives.parts import Parts, Tensors, check_out_parts, check_parts, check_whole, parts_of
+from epcomm.collectives.plan import Plan
 from epcomm.device.cpu.memory import STREAMING_BYTES
 from epcomm.errors import ConfigError
 from epcomm.operation import Operation
@@ -70,8 +72,9 @@ class Movement(Calls):
         return self._fifo.call(run, async_op, text)
 
     @rejecting
-    def allgather(self, x: torch.Tensor, out: Tensors | None, async_op: bool, timeout: float | None) -> Any:
-        return self._gather("allgather", x, -1, out, async_op, timeout)
+    def allgather(self, x: torch.Tensor, out: Tensors | None, algorithm: str | Plan, async_op: bool,
+                  timeout: float | None) -> Any:  # fmt: skip
+        return self._gather("allgather", x, -1, out, async_op, timeout, algorithm)
 
     @rejecting
     def gather(self, x: torch.Tensor, dst: int, out: Tensors | None, async_op: bool,
@@ -80,11 +83,15 @@ class Movement(Calls):
         return self._gather("gather", x, dst, out, async_op, timeout)
 
     def _gather(self, name: str, x: torch.Tensor, dst: int, out: Tensors | None, async_op: bool,
-                timeout: float | None) -> Any:  # fmt: skip
+                timeout: float | None, algorithm: str | Plan = "auto") -> Any:  # fmt: skip
         where, size = self._where(name), self.runtime.size
         x = check_tensor(where, "x", x, self._device)
         receives = dst in (-1, self.runtime.rank)
         into = self._room(where, x, out) if receives else None
+        if algorithm != "auto":
+            check_whole(where, "out", out)
+            assert into is not None  # all ranks receive
+            return self._run_plan(name, x.contiguous(), into.tensors, algorithm, async_op, timeout)
         each = x.nbytes
 
         def bind() -> Operation | CopyMove:
@@ -105,12 +112,14 @@ class Movement(Calls):
         return parts_of(check_out(where, out, (size * x.shape[0], *x.shape[1:]) if x.dim() else (size,), x))
 
     @rejecting
-    def broadcast(self, x: torch.Tensor, src: int, out: torch.Tensor | None, async_op: bool,
+    def broadcast(self, x: torch.Tensor, src: int, out: torch.Tensor | None, algorithm: str | Plan, async_op: bool,
                   timeout: float | None) -> Any:  # fmt: skip
         where = self._where("broadcast")
         x, size = check_tensor(where, "x", x, self._device), self.runtime.size
         check_rank(where, "src", src, size)
         result, each = check_out(where, out, x.shape, x), x.nbytes
+        if algorithm != "auto":
+            return self._run_plan("broadcast", x.contiguous(), result, algorithm, async_op, timeout, root=src)
 
         def bind() -> Operation | CopyMove:
             sends = [each if self.runtime.rank == src else 0] * size
@@ -149,13 +158,16 @@ class Movement(Calls):
         return self._move(key, bind, source, parts_of(result), async_op, timeout)
 
     @rejecting
-    def reduce_scatter(self, x: Tensors, op: str, out: torch.Tensor | None, async_op: bool,
+    def reduce_scatter(self, x: Tensors, op: str, out: torch.Tensor | None, algorithm: str | Plan, async_op: bool,
                        timeout: float | None) -> Any:  # fmt: skip
         where, size = self._where("reduce_scatter"), self.runtime.size
         # between hosts the way depends on sizes alone, and one of them wants the parts side by side
         source, part = self._even_parts(where, x, is_joined=self._binder.spans_hosts)
-        self._check_op(where, part.dtype, op)
+        check_op(where, part.dtype, op)
         result = check_out(where, out, part.shape, part)
+        if algorithm != "auto":
+            whole = check_whole(where, "x", source.tensors)
+            return self._run_plan("reduce_scatter", whole, result, algorithm, async_op, timeout, op)
         each = result.nbytes
 
         def bind() -> Operation | CopyMove:
@@ -177,12 +189,17 @@ class Movement(Calls):
         return parts_of(whole), whole[: check_divisible(where, whole, size)]
 
     @rejecting
-    def alltoall(self, x: Tensors, out: Tensors | None, async_op: bool, timeout: float | None) -> Any:
+    def alltoall(self, x: Tensors, out: Tensors | None, algorithm: str | Plan, async_op: bool,
+                 timeout: float | None) -> Any:  # fmt: skip
         where, size = self._where("alltoall"), self.runtime.size
+        if algorithm != "auto":
+            check_whole(where, "x", x), check_whole(where, "out", out)
         if isinstance(x, Sequence) or isinstance(out, Sequence):
             return self._alltoall_lists(where, x, out, async_op, timeout)
         source, part = self._even_parts(where, x)
         result = check_out(where, out, (size * part.shape[0], *part.shape[1:]), part)
+        if algorithm != "auto":
+            return self._run_plan("alltoall", source.tensors, result, algorithm, async_op, timeout)
 
         def bind() -> Operation | CopyMove:
             counts = [part.nbytes] * size
@@ -236,7 +253,7 @@ class Movement(Calls):
     @rejecting
     def _exchange_uneven(self, request: _Uneven, timeout: float | None) -> Any:
         rank, unit = self.runtime.rank, request.unit_bytes
-        matrix = self.allgather(torch.tensor([request.sends], device=self._device), None, False, timeout)
+        matrix = self.allgather(torch.tensor([request.sends], device=self._device), None, "auto", False, timeout)
         receives = matrix[:, rank].tolist()
         if request.receives not in (None, receives):
             got = f"wanted {receives}, which is what the peers send, got {request.receives}"

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from epcomm.collectives.calls import Calls, rejecting
-from epcomm.collectives.checks import check_out, check_rank, check_tensor, is_plain
-from epcomm.collectives.selection import check_algorithm
+from epcomm.collectives.checks import check_op, check_out, check_rank, check_tensor, is_plain
+from epcomm.collectives.plan import Plan
+from epcomm.collectives.selection import ALGORITHMS, check_algorithm
 from epcomm.device.cpu.memory import STREAMING_BYTES
 from epcomm.errors import ConfigError
 from epcomm.operation import Operation
@@ -28,7 +29,7 @@ class Reductions(Calls):
 
     def _bind_reduce(self, name: str, x: torch.Tensor, op: str, algorithm: str, root: int) -> Operation:
         where = self._where(name)
-        self._check_op(where, x.dtype, op)
+        check_op(where, x.dtype, op)
         binder = self._binder
         check_algorithm(where, algorithm, x.nbytes, x.dtype, op, binder.has_multicast, binder.spans_hosts)
         to = "" if root < 0 else f", root={root}"
@@ -36,14 +37,17 @@ class Reductions(Calls):
         return binder.reduce(text, x.nbytes, x.dtype, op, algorithm, root)
 
     @rejecting
-    def allreduce(self, x: torch.Tensor, op: str, out: torch.Tensor | None, algorithm: str, async_op: bool,
+    def allreduce(self, x: torch.Tensor, op: str, out: torch.Tensor | None, algorithm: str | Plan, async_op: bool,
                   timeout: float | None) -> Any:  # fmt: skip
         if not is_plain(x, self._device):
             x = check_tensor(self._where("allreduce"), "x", x, self._device).contiguous()
         if not isinstance(op, str):
-            self._check_op(self._where("allreduce"), x.dtype, op)
+            check_op(self._where("allreduce"), x.dtype, op)
         operation = self._binder.bound.get((x.shape, x.dtype, op, algorithm))
         if operation is None:
+            if algorithm not in ALGORITHMS:
+                result = check_out(self._where("allreduce"), out, x.shape, x)
+                return self._run_plan("allreduce", x, result, algorithm, async_op, timeout, op)
             operation = self._bind_reduce("allreduce", x, op, algorithm, -1)
             self._binder.remember((x.shape, x.dtype, op, algorithm), operation)
         result = torch.empty_like(x) if out is None else check_out(self._where("allreduce"), out, x.shape, x)
@@ -52,15 +56,20 @@ class Reductions(Calls):
         return self._call(operation, values, x, result, async_op, timeout)
 
     @rejecting
-    def bind_allreduce(self, x: torch.Tensor, op: str, out: torch.Tensor | None, algorithm: str) -> Callable[[], Any]:
+    def bind_allreduce(
+        self, x: torch.Tensor, op: str, out: torch.Tensor | None, algorithm: str | Plan
+    ) -> Callable[[], Any]:
         where = self._where("bind_allreduce")
         data = check_tensor(where, "x", x, self._device)
         if data.data_ptr() != x.data_ptr() or not data.is_contiguous():
             raise ConfigError(f"{where}: argument `x`: wanted a contiguous tensor, got strides {x.stride()}")
         result = check_out(where, x if out is None else out, x.shape, x)
-        operation = self._bind_reduce("allreduce", x, op, algorithm, -1)
         num_bytes = x.nbytes
-        values = (x.data_ptr(), result.data_ptr(), num_bytes, num_bytes > STREAMING_BYTES)
+        values: tuple[int, ...] = (x.data_ptr(), result.data_ptr(), num_bytes, num_bytes > STREAMING_BYTES)
+        if algorithm in ALGORITHMS:
+            operation = self._bind_reduce("allreduce", x, op, algorithm, -1)
+        else:
+            operation, values = self._plans.request(where, "allreduce", algorithm, x, result, op)
         launch, fifo, runtime = self.runtime.bind(operation, *values), self._fifo, self.runtime
 
         def call(keep: Any = (x, result)) -> torch.Tensor:
@@ -73,13 +82,15 @@ class Reductions(Calls):
         return call
 
     @rejecting
-    def reduce(self, x: torch.Tensor, dst: int, op: str, out: torch.Tensor | None, async_op: bool,
-               timeout: float | None) -> Any:  # fmt: skip
+    def reduce(self, x: torch.Tensor, dst: int, op: str, out: torch.Tensor | None, algorithm: str | Plan,
+               async_op: bool, timeout: float | None) -> Any:  # fmt: skip
         where = self._where("reduce")
         x, dst = check_tensor(where, "x", x, self._device), check_rank(where, "dst", dst, self.runtime.size)
-        key = ("reduce", x.shape, x.dtype, op, dst)
-        operation = self._binder.cached(key, lambda: self._bind_reduce("reduce", x, op, "auto", dst))
         source, num_bytes = x.contiguous(), x.nbytes
         result = check_out(where, out, x.shape, x) if self.runtime.rank == dst else None
+        if algorithm != "auto":
+            return self._run_plan("reduce", source, result, algorithm, async_op, timeout, op, dst)
+        key = ("reduce", x.shape, x.dtype, op, dst)
+        operation = self._binder.cached(key, lambda: self._bind_reduce("reduce", x, op, "auto", dst))
         values = (source.data_ptr(), 0 if result is None else result.data_ptr(), num_bytes, num_bytes > STREAMING_BYTES)
         return self._call(operation, values, (source, result), result, async_op, timeout)

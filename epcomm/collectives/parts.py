@@ -57,6 +57,14 @@ def check_parts(
     return parts
 
 
+def check_whole(where: str, name: str, tensors: Any) -> Any:
+    """What plans work on: one tensor (or None), not a list."""
+    if isinstance(tensors, Sequence):
+        wanted = f"wanted one tensor where there is an `algorithm`, got {len(tensors)}"
+        raise ConfigError(f"{where}: argument `{name}`: {wanted}")
+    return tensors
+
+
 def check_out_parts(
     where: str, out: Sequence[torch.Tensor], size: int, shape: Sequence[int], like: torch.Tensor
 ) -> None:

@@ -104,6 +104,12 @@ class Target(Protocol):
         Where ``args`` has a ROOT that rank's bytes go to all, as the table says, too.
         """
 
+    def plan_workers(self, num_programs: int) -> int:
+        """How many programs run a plan where `num_programs` run other operations: those must run side by side."""
+
+    def execute_plan(self, args: np.ndarray, reduction: tuple[torch.dtype, str] | None) -> Kernel:
+        """What runs plans, with a reduction or without."""
+
     def send(self) -> Kernel: ...
 
     def recv(self) -> Kernel: ...

@@ -10,12 +10,10 @@ from __future__ import annotations
 from numba import types
 
 from epcomm.device.cpu.compile import host_function
+from epcomm.kernels.protocol.plans import READS, RECEIVES, REDUCES, SENDS, WRITES  # bits of FLAGS
 
 RANK, PROGRAM, INDEX, FLAGS, COUNT, SRC, DST, MATCH, FIRST_DEPENDENCY, END_DEPENDENCY = range(10)
 NUM_COLUMNS = 10
-
-#: bits of FLAGS
-RECEIVES, SENDS, REDUCES, READS, WRITES = 1, 2, 4, 8, 16
 
 #: A chunk nothing was ever written to.
 UNDEFINED = 0

@@ -162,6 +162,21 @@ class Plan:
     def num_ranks(self) -> int:
         return self.collective.num_ranks
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Computed once: bound operations are looked up by their plan."""
+        try:
+            return hash((self.name, self.collective, self.programs, self.scratch_chunks, self.fifo_depth))
+        except TypeError:
+            wanted = "wanted tuples throughout, so that it can't change"
+            raise ConfigError(f"plan {self.name}: {wanted}; got lists") from None
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in vars(self).items() if name != "_hash"}  # other processes hash otherwise
+
     @cached_property
     def num_steps(self) -> int:
         return sum(len(program.steps) for programs in self.programs for program in programs)

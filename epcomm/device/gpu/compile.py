@@ -26,7 +26,8 @@ class Kernel:
     ``programs`` says how many programs are launched when rows or channels are shared out among `n`. Each thread has at
     most ``max_registers``; with no limit the assembler spills a few to fit in more programs than are ever launched.
     Linked with a network's functions it may have all that a launch can: with fewer, it spills what it keeps over calls.
-    It runs on ``oldest_arch`` and newer, ``oldest_because`` of what is not on older ones.
+    It runs on ``oldest_arch`` and newer, ``oldest_because`` of what is not on older ones. A ``cooperative`` one's
+    programs are all on the GPU at the same time, or the launch fails.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Kernel:
     reports: bool = False  # the host needs its status, or what it leaves in private memory, before it goes on
     oldest_arch: str = "sm_80"
     oldest_because: str = ""
+    cooperative: bool = False
     constants: dict[str, Any] = field(default_factory=dict)
     is_single = False  # for `Operation`: no pool of threads is involved
 
@@ -62,7 +64,9 @@ class Kernel:
         registers = self.max_registers
         if self.network in NETWORKS:
             registers = min(_MOST_REGISTERS, _REGISTERS_PER_WARP // self.num_warps)
-        options = {"num_warps": self.num_warps, "maxnreg": registers, "enable_fp_fusion": False}
+        options: dict[str, Any] = {"num_warps": self.num_warps, "maxnreg": registers, "enable_fp_fusion": False}
+        if self.cooperative:
+            options["launch_cooperative_grid"] = True
         linked = libraries(self.network, arch)
         return {**options, "extern_libs": linked} if linked else options
 
@@ -88,6 +92,7 @@ def kernel(
     reports: bool = False,
     oldest_arch: str = "sm_80",
     oldest_because: str = "",
+    cooperative: bool = False,
 ) -> Callable[[Any], Kernel]:
     """Declares a kernel."""
 
@@ -97,7 +102,9 @@ def kernel(
         numbers = [name for name in inspect.signature(function).parameters if name not in annotations]
         annotations |= dict.fromkeys(numbers, "int64")  # else a number's size and divisibility would make more arms
         compiled = triton.jit(function, do_not_specialize=numbers)
-        return Kernel(name, compiled, programs, num_warps, max_registers, reports, oldest_arch, oldest_because)
+        return Kernel(
+            name, compiled, programs, num_warps, max_registers, reports, oldest_arch, oldest_because, cooperative
+        )
 
     return declare
 

@@ -26,7 +26,7 @@ from epcomm.device.cpu.arithmetic import (
 )
 from epcomm.device.cpu.compile import Kernel, kernel
 from epcomm.device.cpu.fold import Fold, make_fold
-from epcomm.kernels.protocol.arithmetic import canonical_reduction, partial_dtype
+from epcomm.kernels.protocol.arithmetic import canonical_reduction, has_finish, partial_dtype, sum_of
 
 #: ``int64 f(int64 destination, int64 sources, int64 num_sources, int64 num_bytes, int64 divisor, int64 streaming)``
 REDUCTION_SIGNATURE = types.int64(*[types.int64] * 6)
@@ -49,7 +49,7 @@ def reduction(dtype: torch.dtype, op: str) -> Kernel:
 
 def partial_reduction(dtype: torch.dtype, op: str) -> Kernel:
     """The first step of a reduction in two: of some ranks' inputs, in `partial_dtype`. `num_bytes` are an input's."""
-    return _compile(dtype, dtype, partial_dtype(dtype, op), "sum" if op == "avg" else op)
+    return _compile(dtype, dtype, partial_dtype(dtype, op), sum_of(op))
 
 
 def final_reduction(dtype: torch.dtype, op: str) -> Kernel:
@@ -68,7 +68,7 @@ def _compile(dtype: torch.dtype, source: torch.dtype, target: torch.dtype, op: s
 @functools.cache
 def _compile_canonical(dtype: torch.dtype, source: torch.dtype, target: torch.dtype, op: str) -> Kernel:
     fmt, input_format, output_format = FORMATS[dtype], FORMATS[source], FORMATS[target]
-    finish = functools.partial(_divide, fmt) if op == "avg" else None
+    finish = functools.partial(_divide, fmt) if has_finish(op) else None
     name = f"reduction-{str(dtype).removeprefix('torch.')}-{op}"
     if source is not target:
         name += "-final" if target is dtype else "-partial"

@@ -25,6 +25,7 @@ from epcomm.kernels.cpu.dispatch import dispatch
 from epcomm.kernels.cpu.dispatch_receive import dispatch_receive
 from epcomm.kernels.cpu.exchange import exchange
 from epcomm.kernels.cpu.exchange_network import exchange_network
+from epcomm.kernels.cpu.execute_plan import execute_plan
 from epcomm.kernels.cpu.float8_row_sum import float8_row_sum
 from epcomm.kernels.cpu.point_to_point import recv, send
 from epcomm.kernels.cpu.quantize_rows import quantize_row
@@ -32,6 +33,7 @@ from epcomm.kernels.cpu.reduction import final_reduction, partial_reduction, red
 from epcomm.kernels.cpu.route import route
 from epcomm.kernels.cpu.row_sum import row_sum
 from epcomm.kernels.protocol import collectives, expert_parallel
+from epcomm.kernels.protocol.arithmetic import has_finish, sum_of
 
 
 class _BoundCall:
@@ -106,6 +108,16 @@ class CpuTarget:
         if not spans_hosts:
             return exchange
         return exchange_network if args[collectives.ROOT] < 0 else broadcast_network
+
+    def plan_workers(self, num_programs: int) -> int:
+        return num_programs
+
+    def execute_plan(self, args: np.ndarray, reduction_of: tuple[torch.dtype, str] | None) -> Kernel:
+        if reduction_of is not None:
+            dtype, op = reduction_of
+            args[collectives.REDUCE] = reduction(dtype, sum_of(op)).address
+            args[collectives.FINISH] = reduction(dtype, op).address if has_finish(op) else 0
+        return execute_plan
 
     def send(self) -> Kernel:
         return send

@@ -131,6 +131,9 @@ def _arms(
     for reduction in reductions if everything else reductions[::5]:
         yield from (kernels.reduce(_block(are_alone=alone), "rails", *reduction) for alone in (False, True))
         yield kernels.exchange(_block(), reduction, True)
+    yield kernels.execute_plan(_NOTHING, None)
+    for reduction in reductions if everything else reductions[::8]:
+        yield kernels.execute_plan(_NOTHING, reduction)
     for dtype, op in itertools.product(SWITCH_DTYPES, SWITCH_OPS):
         yield kernels.reduce(_NOTHING, "multimem", dtype, op)
 

@@ -9,10 +9,11 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from epcomm.device.cpu.launch import CALL_WORDS
-from epcomm.device.gpu.compile import Kernel
+from epcomm.device.gpu.compile import Kernel, one
 from epcomm.device.gpu.launch import launch
 from epcomm.device.gpu.machine import INTERPRETED
 from epcomm.device.gpu.multimem import EMULATED_BASE
@@ -69,6 +70,12 @@ class InterpretedTarget(GpuTarget):
 
     def default_num_programs(self, size: int) -> int:
         return max(1, len(os.sched_getaffinity(0)) // size)  # as its Numba peers: they share out the same channels
+
+    def plan_workers(self, num_programs: int) -> int:
+        return 1  # programs run one after the other, and those of a plan wait for each other: one does all, in order
+
+    def execute_plan(self, args: np.ndarray, reduction: tuple[torch.dtype, str] | None) -> Kernel:
+        return super().execute_plan(args, reduction).on_programs(one)
 
     def start(self, num_programs: int, control_regions: Sequence[Mapping], num_bytes: int) -> None:
         pass

@@ -28,12 +28,13 @@ from epcomm.kernels.gpu.dispatch import dispatch
 from epcomm.kernels.gpu.dispatch_receive import dispatch_receive
 from epcomm.kernels.gpu.exchange import NO_REDUCTION, exchange
 from epcomm.kernels.gpu.exchange_network import exchange_network
+from epcomm.kernels.gpu.execute_plan import execute_plan
 from epcomm.kernels.gpu.point_to_point import recv, send
 from epcomm.kernels.gpu.quantized_rows import FORMS
 from epcomm.kernels.gpu.reduction import partial_constants, reduction_constants
 from epcomm.kernels.gpu.route import route
 from epcomm.kernels.protocol import collectives
-from epcomm.kernels.protocol.arithmetic import check_row_sum
+from epcomm.kernels.protocol.arithmetic import check_row_sum, has_finish
 
 _REDUCTIONS = {"one_shot": allreduce_one_shot, "two_shot": allreduce_two_shot, "multimem": allreduce_multimem}
 
@@ -59,6 +60,13 @@ class GpuKernels:
         if spans_hosts:
             return exchange_network.made_for(**constants, NETWORK=self.network)
         return exchange.made_for(**constants)
+
+    def plan_workers(self, num_programs: int) -> int:
+        return num_programs
+
+    def execute_plan(self, args: np.ndarray, reduction: tuple[torch.dtype, str] | None) -> Kernel:
+        constants = NO_REDUCTION if reduction is None else reduction_constants(*reduction)
+        return execute_plan.made_for(**constants, FINISHES=reduction is not None and has_finish(reduction[1]))
 
     def send(self) -> Kernel:
         return send.made_for(NETWORK=self.network)

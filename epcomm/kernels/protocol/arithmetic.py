@@ -57,6 +57,16 @@ def canonical_reduction(dtype: torch.dtype, op: str) -> tuple[torch.dtype, str]:
     return dtype, op
 
 
+def has_finish(op: str) -> bool:
+    """True if a reduction does something to what it has accumulated."""
+    return op == "avg"
+
+
+def sum_of(op: str) -> str:
+    """The reduction that accumulates what `op` finishes."""
+    return "sum" if has_finish(op) else op
+
+
 def partial_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
     """The dtype of some ranks' partial results: that of the inputs unless it would round what is rounded later."""
     is_rounded = dtype in (torch.float16, torch.bfloat16) and op not in ("min", "max")

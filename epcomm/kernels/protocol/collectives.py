@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from epcomm.device.control import LINE, control_region_bytes
 from epcomm.heap.layout import Layout
+from epcomm.kernels.protocol.plans import plan_word_lines
 
 ONE_SHOT_BYTES = 32 << 10  # larger messages go in two shots, where they cost less traffic
 TINY_BYTES = LINE - 8  # these share a line with their flag
@@ -27,15 +28,16 @@ X, OUT, NUM_BYTES = range(3)
 STREAMING = 3
 STATE, REDUCE, SOURCES = 7, 8, 9  # addresses: state block, reduction, an array of [channels, size] addresses
 ROOT = 10  # a reduction: the rank that gets the result, an exchange: the one whose bytes all get; -1: all of them
-TABLE = 11  # exchange: address of [4, size] words, see below
+TABLE = 11  # exchange: address of [4, size] words, see below; plans: of the table, see `plans`
 SHARED = 12  # exchange: 1 if every receiver reads the same staged bytes
 MAX_PAIR_BYTES = 13  # exchange: the most that any rank sends to any other; the same on all ranks
-FINISH = 14  # rails: address of the reduction of the nodes' partial results
+FINISH = 14  # address of what makes results: rails: of the nodes' partial results; plans: of sums, or 0
 PARTIAL_SCALE = 15  # rails: bytes of a partial result per byte of the message
 ARE_ALONE = 16  # rails: 1 if every node has one rank, whose input is its node's partial result
 NUM_SHARES = 17  # rails: in how many shares nodes finish a part, each node its own; 1: each node finishes all of it
 KEPT_OFFSET, KEPT_BYTES = 18, 19  # rails: which bytes of the result this rank gets
-NUM_WORDS = 20
+COUNTS, DONE, SCRATCH = 20, 21, 22  # plans: addresses: counts of messages, words of programs (a line each), chunks
+NUM_WORDS = 23
 # rows of an exchange's table: byte offsets in x and out, and byte counts, by peer
 SEND_OFFSET, SEND_BYTES, RECEIVE_OFFSET, RECEIVE_BYTES = range(4)
 
@@ -97,6 +99,9 @@ class CollectiveRegions:
     inbox: int  # [size, INBOX_BYTES], one per sender
     outbox: int  # [size, INBOX_BYTES], one per receiver
     copies: int  # staging of data movement by copies
+    plan_words: int  # see `plans`
+    fifos: int  # [fifo_bytes], of plans: the rings above
+    fifo_bytes: int
     size: int  # of the whole segment
 
     @property
@@ -116,7 +121,7 @@ def collective_regions(
     layout = Layout()
     layout.add("control", control_region_bytes(size))
     spans, slots = num_nodes > 1, num_channels * NUM_SLOTS
-    return CollectiveRegions(
+    regions = dict(
         barrier=layout.add("barrier", size * LINE, LINE),
         words=layout.add("words", num_channels * CHANNEL_WORDS * LINE, LINE),
         pushed=layout.add("pushed", spans * num_channels * NUM_PUSHED * size * LINE, LINE),
@@ -133,5 +138,8 @@ def collective_regions(
         inbox=layout.add("inbox", size * INBOX_BYTES),
         outbox=layout.add("outbox", spans * size * INBOX_BYTES),
         copies=layout.add("copies", copy_bytes),
-        size=layout.size,
+        plan_words=layout.add("plan_words", (not spans) * plan_word_lines(size) * LINE, LINE),
     )
+    # Nobody is in another collective when a plan's messages are sent, and none of them is left when it ends.
+    fifos, end = regions["staged"], regions["sent"] + slots * CHUNK_BYTES
+    return CollectiveRegions(**regions, fifos=fifos, fifo_bytes=end - fifos, size=layout.size)

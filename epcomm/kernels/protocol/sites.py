@@ -17,6 +17,7 @@ DISPATCH_GRANT, DISPATCH_ROWS, DISPATCH_READ = 10, 11, 12
 COMBINE_READ, COMBINE_READY, COMBINE_WEIGHTED = 13, 14, 15
 EXCHANGE_FORWARDED, RAILS_PARTIAL = 16, 17
 RAILS_REDUCED, BROADCAST_ARRIVED, BROADCAST_ENTERED = 18, 19, 20
+PLAN_ARRIVED, PLAN_MESSAGE, PLAN_SLOT, PLAN_STEP = 21, 22, 23, 24
 
 _TEXTS = {
     OUTBOX_SITE: "to take what was sent to it before (WAR)",
@@ -28,6 +29,10 @@ _TEXTS = {
     EXCHANGE_TAKEN: "to take the chunk whose slot is needed (WAR)",
     EXCHANGE_FORWARDED: "to stage a chunk that another rank passes on (RAW)",
     RAILS_PARTIAL: "to reduce its host's part of a chunk (RAW)",
+    PLAN_ARRIVED: "to begin the plan (WAR)",
+    PLAN_MESSAGE: "to send the plan's next message (RAW)",
+    PLAN_SLOT: "to take the message whose slot is needed (WAR)",
+    PLAN_STEP: "to do a step of the plan that others of its rank follow",
     RAILS_REDUCED: "to reduce its share of all hosts' parts of a chunk (RAW)",
     BROADCAST_ARRIVED: "to receive the chunk that it passes on (WAR)",
     BROADCAST_ENTERED: "to enter the broadcast (RAW)",

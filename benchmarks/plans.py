@@ -1,0 +1,107 @@
+"""Allreduce by plans beside the kernels written by hand: `python benchmarks/plans.py [--json FILE]`.
+
+All run bound, out of place, interleaved in random order; each sample is the slowest rank's. A row's `to_kernel` says
+how many times the time of the best hand-written kernel its p50 is, called in the same way (cold or warm).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import results
+from benchmarks.allreduce_measurement import AllreduceCase, Message
+from benchmarks.reporting import RESULTS, integers, words
+from benchmarks.timing import WHOLE, Contestant, Step, interleave, statistics
+from benchmarks.world import run_world
+from epcomm.collectives.algorithms import ALGORITHMS
+
+_KERNELS = ("one_shot", "two_shot")
+_ONE_SHOT_LIMIT = 32 << 10
+_PLANS = "ring,bidirectional_ring,halving_doubling,double_binary_tree,two_shot"
+_SIZES = "1024,65536,1048576,4194304,16777216,67108864"
+_MAX_ROUNDS = 300
+
+
+def _contestants(world: Any, message: Message, plans: Sequence[str]) -> list[Contestant]:
+    comm, num_bytes = world.epcomm, message.x.nbytes
+    algorithms: dict[str, Any] = {
+        f"kernel {name}": name for name in _KERNELS if name != "one_shot" or num_bytes <= _ONE_SHOT_LIMIT
+    }
+    for name in plans:  # by name as anyone would get them, but for names that are kernels'
+        plan = ALGORITHMS[name].plan("allreduce", comm.size) if name in _KERNELS else name
+        algorithms[f"plan {name}"] = plan
+    found = []
+    for name, algorithm in algorithms.items():
+        out = torch.empty_like(message.x)
+        call = comm.bind_allreduce(message.x, out=out, algorithm=algorithm)
+        found.append(
+            Contestant(
+                name, f"epcomm {name}", [Step("allreduce", call)],
+                poison=lambda out=out: out.fill_(float("nan")), check=lambda out=out: message.check(out),
+            )
+        )  # fmt: skip
+    return found
+
+
+def measure_plans(world: Any, cases: list[AllreduceCase], plans: Sequence[str], budget: float) -> None:
+    """The bench function that every rank runs; rank 0 emits rows."""
+    for index, case in enumerate(cases):
+        world.progress(index, len(cases), case.label())
+        contestants = _contestants(world, Message(case, world.rank), plans)
+        timings = interleave(world, contestants, budget=budget, max_rounds=_MAX_ROUNDS)
+        for temperature in ("cold", "warm"):
+            numbers = {
+                name: statistics(getattr(timing, temperature)[WHOLE])
+                for name, timing in timings.items()
+                if getattr(timing, temperature)
+            }
+            kernel = min(row["p50_us"] for name, row in numbers.items() if name.startswith("kernel"))
+            for name, row in numbers.items():
+                row["to_kernel"] = round(row["p50_us"] / kernel, 2)
+                made = results.row(
+                    asdict(case), case.label(), name, f"epcomm {name}", "allreduce", temperature, row,
+                    payload_bytes=case.bytes,
+                )  # fmt: skip
+                world.emit("row", made)
+
+
+def main(
+    ranks: str = typer.Option("2,4", help="world sizes, comma-separated"),
+    sizes: str = typer.Option(_SIZES, help="message sizes in bytes"),
+    plans: str = typer.Option(_PLANS, help="algorithms"),
+    budget: float = typer.Option(4.0, help="seconds of interleaved timing per case"),
+    json: Path = typer.Option(RESULTS / "plans.json", help="write the document here"),
+) -> None:
+    """Plans beside kernels, for each size and number of ranks."""
+    options = {"ranks": integers(ranks), "sizes": integers(sizes), "plans": words(plans), "budget": budget}
+    document = results.new_document("plans", options)
+    for num_ranks in integers(ranks):
+        cases = [AllreduceCase(num_ranks, size, "float32") for size in integers(sizes)]
+        deadline = 120 + len(cases) * (4 * budget + 60)
+        outcome = run_world(
+            measure_plans, num_ranks, cases, words(plans), budget, without=("mpi", "gloo"), deadline=deadline
+        )
+        results.add_outcome(document, outcome)
+    table = Table("case", "", "p50, µs", "min, µs", "to kernel", "")
+    for row in document["rows"]:
+        shown = (f"{row[name]:.0f}" for name in ("p50_us", "min_us"))
+        table.add_row(row["label"], row["contestant"], *shown, f"{row['to_kernel']:.2f}", row["temperature"])
+    Console(width=120).print(table)
+    results.save(document, json)
+    raise typer.Exit(1 if document["failures"] else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)

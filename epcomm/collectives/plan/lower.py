@@ -1,0 +1,246 @@
+"""From a plan that is proven to the table of integers that a rank's kernel interprets: see `kernels.protocol.plans`.
+
+A rank's steps keep the order that the proof found. A worker has the steps of some of the rank's programs, in that
+order: so there can be one worker or many, and they wait for one another in no circle. The plan runs once for each tile,
+one after the other in every worker: tiles are different data, and in the order that was proven all FIFOs are empty
+between them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from epcomm.collectives.plan.chunks import Chunks, check_sizes
+from epcomm.collectives.plan.graph import Graph
+from epcomm.collectives.plan.plan import BUFFERS, Plan, Position, Step
+from epcomm.collectives.plan.verify import Proof, execution_order, verify
+from epcomm.errors import ConfigError
+from epcomm.heap.layout import align_up
+from epcomm.kernels.protocol import plans as protocol
+
+_MOST_ROWS = 1 << protocol.DONE_BITS
+#: one end of a FIFO: (is it the sending one, the other rank, channel)
+_End = tuple[bool, int, int]
+
+
+@dataclass(frozen=True)
+class ProvenPlan:
+    """A plan with its proof. `order` are all steps in an order in which they can run.
+
+    Made by `prove` only. `fingerprint` stands for all of the plan.
+    """
+
+    plan: Plan
+    proof: Proof
+    order: tuple[Position, ...]
+    fingerprint: str
+
+
+@functools.lru_cache(maxsize=64)
+def prove(plan: Plan) -> ProvenPlan:
+    """Proves a plan, once: equal plans have one proof. PlanError if it is wrong."""
+    proof = verify(plan)
+    graph = Graph(plan)
+    order = execution_order(graph)
+    fingerprint = hashlib.blake2b(repr(plan).encode(), digest_size=6).hexdigest()
+    return ProvenPlan(plan, proof, tuple(map(graph.position, order.tolist())), fingerprint)
+
+
+@dataclass(frozen=True)
+class Fifos:
+    """Where the FIFOs of `size` ranks are, in every rank's segment: offsets of the words, and of the slots' bytes."""
+
+    size: int
+    words: int
+    slots: int
+    num_bytes: int
+
+
+def lower(
+    proven: ProvenPlan, rank: int, num_workers: int, block_bytes: int, fifos: Fifos, has_finish: bool = False
+) -> np.ndarray:
+    """The table of a rank, int64. `block_bytes`: of the collective's unit. `has_finish`: results are sums to finish.
+
+    ConfigError if the plan has too many channels, FIFOs or chunks for these ranks' memory, or if its chunks would
+    differ in size and it keeps one where a smaller one belongs.
+    """
+    return _Lowering(proven, rank, num_workers, Chunks(proven.plan.collective, block_bytes), fifos, has_finish).table()
+
+
+def scratch_bytes(plan: Plan, block_bytes: int) -> int:
+    """Bytes that each rank needs besides its input and output."""
+    return plan.scratch_chunks * Chunks(plan.collective, block_bytes).chunk_bytes
+
+
+class _Lowering:
+    """What is known of one rank's table while it is made."""
+
+    def __init__(self, proven: ProvenPlan, rank: int, num_workers: int, chunks: Chunks, fifos: Fifos, has_finish: bool):
+        self._proven, self._plan, self._rank, self._chunks, self._fifos = proven, proven.plan, rank, chunks, fifos
+        self._num_workers, self._has_finish = num_workers, has_finish
+        self._order = [position for position in proven.order if position.rank == rank]
+        check_sizes(self._plan, proven.order, chunks)
+        self._slot_bytes, self._incoming = self._slots()
+        self._num_tiles, self._tile_bytes = self._tiles()
+        self._rows: list[list[list[Any]]] = [[] for _ in range(num_workers)]  # with ends instead of FIFOs' places
+        self._done_at: dict[tuple[int, int], int] = {}  # (program, step): rows of its worker that are done then
+        self._ends: dict[_End, tuple[int, int]] = {}  # (worker, number of messages)
+        self._after: list[list[tuple[int, int]]] = []  # (worker, rows that it must have done), by steps that wait
+
+    def table(self) -> np.ndarray:
+        final = self._final_chunks()
+        for position in self._order:
+            self._add(position, final)
+        if self._has_finish:
+            self._add_finish()
+        if max(map(len, self._rows)) * self._num_tiles >= _MOST_ROWS:
+            raise self._error(f"wanted fewer than {_MOST_ROWS} steps on pieces of chunks, got more")
+        return self._assembled()
+
+    # ---- rows
+
+    def _step(self, position: Position) -> Step:
+        return self._plan.programs[position.rank][position.program].steps[position.step]
+
+    def _add(self, position: Position, final: set[tuple[Position, int]]) -> None:
+        """The rows of a step."""
+        worker, step = position.program % self._num_workers, self._step(position)
+        rows = self._rows[worker]
+        receive = self._message(worker, False, step.receive_from, position.channel)
+        send = self._message(worker, True, step.send_to, position.channel)
+        after = [(other % self._num_workers, self._done_at[other, at]) for other, at in step.after]
+        after = [(other, num_done) for other, num_done in after if other != worker]
+        self._after.append(after)
+        count = max(step.count, 1)
+        for place in range(count):
+            flags = step.op.flags
+            flags |= protocol.IS_FIRST * (place == 0) | protocol.IS_LAST * (place == count - 1)
+            flags |= protocol.IS_FINAL * ((position, place) in final)
+            operands, num_bytes = [], self._chunks.chunk_bytes
+            for location in (step.src, step.dst):
+                if location is None:
+                    operands += [0, 0]
+                    continue
+                buffer, chunk = location.buffer, location.offset + place
+                operands += [BUFFERS.index(buffer), self._chunks.offset(buffer, chunk)]
+                num_bytes = min(num_bytes, self._chunks.num_bytes(buffer, chunk))
+            rows.append([flags, num_bytes, *operands, place, *receive, *send, len(self._after) - 1, len(after)])
+        self._done_at[position.program, position.step] = len(rows)
+
+    def _message(self, worker: int, is_sending: bool, peer: int | None, channel: int) -> tuple[_End | None, int]:
+        """(the FIFO's end on this rank, number of the message in a tile) of a step's message, if any."""
+        if peer is None:
+            return None, 0
+        end = (is_sending, peer, channel)
+        _, number = self._ends.get(end, (worker, 0))
+        self._ends[end] = (worker, number + 1)
+        return end, number
+
+    def _add_finish(self) -> None:
+        """Rows that make results of sums, once all of this rank's workers have done all else in a tile."""
+        ends = [(worker, len(rows)) for worker, rows in enumerate(self._rows) if rows]
+        for chunk in range(self._plan.buffer_chunks("output", self._rank)):
+            worker = chunk % self._num_workers
+            self._after.append([(other, rows) for other, rows in ends if other != worker])
+            flags = protocol.FINISHES | protocol.IS_FIRST | protocol.IS_LAST
+            place = [protocol.OUTPUT, self._chunks.offset("output", chunk)]
+            num_bytes = self._chunks.num_bytes("output", chunk)
+            after = [len(self._after) - 1, len(self._after[-1])]
+            self._rows[worker].append([flags, num_bytes, 0, 0, *place, 0, None, 0, None, 0, *after])
+
+    def _final_chunks(self) -> set[tuple[Position, int]]:
+        """Where in which steps chunks of results are written that this rank doesn't access again."""
+        if self._has_finish:
+            return set()
+        found = []
+        for in_place in self._plan.placements:
+            bases = self._plan.bases(self._rank, in_place)
+            used: set[int] = set()
+            final: set[tuple[Position, int]] = set()
+            for position in reversed(self._order):
+                step = self._step(position)
+                places = [place for place in (step.src, step.dst) if place is not None]
+                first = [bases[BUFFERS.index(place.buffer)] + place.offset for place in places]
+                if step.dst is not None and step.dst.buffer == "output":
+                    final |= {(position, at) for at in range(step.count) if first[-1] + at not in used}
+                used.update(at + offset for at in first for offset in range(step.count))
+            found.append(final)
+        return set.intersection(*found)
+
+    # ---- memory
+
+    def _error(self, problem: str) -> ConfigError:
+        return ConfigError(f"plan {self._plan.name}: {problem}")
+
+    def _slots(self) -> tuple[int, dict[tuple[int, int, int], int]]:
+        """(bytes of a slot, number of each FIFO in its receiver's memory by (receiver, sender, channel))."""
+        fifos = {
+            (position.rank, step.receive_from, position.channel)
+            for position, step in self._plan.steps()
+            if step.receive_from is not None
+        }
+        if self._plan.num_channels > protocol.MAX_CHANNELS:
+            raise self._error(f"wanted at most {protocol.MAX_CHANNELS} channels, got {self._plan.num_channels}")
+        incoming: dict[tuple[int, int, int], int] = {}
+        num_fifos: dict[int, int] = defaultdict(int)
+        for fifo in sorted(fifos):
+            incoming[fifo] = num_fifos[fifo[0]]
+            num_fifos[fifo[0]] += 1
+        num_slots = max(num_fifos.values(), default=1) * self._plan.fifo_depth
+        return min(protocol.MAX_SLOT_BYTES, self._fifos.num_bytes // num_slots) & -protocol.TILE_ALIGNMENT, incoming
+
+    def _tiles(self) -> tuple[int, int]:
+        """(number of tiles, bytes of each chunk in one)."""
+        chunk_bytes = self._chunks.chunk_bytes
+        largest = max((step.count for _, step in self._plan.steps() if step.op.sends), default=1)
+        most = self._slot_bytes // largest & -protocol.TILE_ALIGNMENT
+        if most == 0:
+            slot = f"slots of {self._slot_bytes} bytes"
+            raise self._error(f"its FIFOs have {slot}, too few for {largest} chunks: wanted fewer FIFOs or less depth")
+        num_tiles = -(-chunk_bytes // most)
+        return num_tiles, align_up(-(-chunk_bytes // num_tiles), protocol.TILE_ALIGNMENT) if num_tiles else most
+
+    def _assembled(self) -> np.ndarray:
+        """Header, workers, rows, FIFOs, steps to wait for: with numbers replaced by places."""
+        num_rows = [len(rows) for rows in self._rows]
+        first_row = protocol.HEADER_WORDS + protocol.WORKER_WORDS * self._num_workers
+        first_fifo = first_row + protocol.ROW_WORDS * sum(num_rows)
+        first_after = first_fifo + protocol.FIFO_WORDS * len(self._ends)
+        by_worker = sorted(self._ends, key=lambda end: self._ends[end][0])
+        fifo_at = {end: first_fifo + protocol.FIFO_WORDS * place for place, end in enumerate(by_worker)}
+        after_at = first_after + protocol.AFTER_WORDS * np.cumsum([0, *map(len, self._after)])
+        awaited = {entry for after in self._after for entry in after}
+        words = [self._num_tiles, self._tile_bytes, self._slot_bytes, self._plan.fifo_depth, self._fifos.words]
+        row_at, at = first_row, first_fifo
+        for worker in range(self._num_workers):
+            num_fifos = sum(owner == worker for owner, _ in self._ends.values())
+            words += [row_at, num_rows[worker], at, num_fifos]
+            row_at += protocol.ROW_WORDS * num_rows[worker]
+            at += protocol.FIFO_WORDS * num_fifos
+        for worker, rows in enumerate(self._rows):
+            for number, row in enumerate(rows):
+                row[protocol.FLAGS] |= protocol.IS_AWAITED * ((worker, number + 1) in awaited)
+                for column in (protocol.RECEIVE, protocol.SEND):
+                    row[column] = fifo_at.get(row[column], 0)
+                row[protocol.FIRST_AFTER] = after_at[row[protocol.FIRST_AFTER]]
+                words += row
+        for end in by_worker:
+            words += self._fifo(end)
+        words += [word for after in self._after for worker, done in after for word in (worker, num_rows[worker], done)]
+        return np.array(words, np.int64)
+
+    def _fifo(self, end: _End) -> list[int]:
+        """The record of one end of a FIFO."""
+        (is_sending, peer, channel), size = end, self._fifos.size
+        src, dst = (self._rank, peer) if is_sending else (peer, self._rank)
+        sent = protocol.sent_word(self._fifos.words, size, channel, src)
+        taken = protocol.taken_word(self._fifos.words, size, channel, dst)
+        slots = self._incoming[dst, src, channel] * self._plan.fifo_depth * self._slot_bytes
+        count = (is_sending * protocol.MAX_CHANNELS + channel) * size + peer
+        return [peer, sent, taken, self._fifos.slots + slots, self._ends[end][1], count]

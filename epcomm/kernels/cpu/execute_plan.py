@@ -1,0 +1,191 @@
+"""Runs a plan of a collective: interprets the table that it was lowered to, see `protocol.plans`.
+
+A worker's row: wait for what its step needs | copy or reduce one chunk's part of the tile | tell who waits for it.
+
+Edges
+  WAR  ARRIVED: the peer has ended its last operation: nobody reads or writes the slots, whatever they were used for.
+  RAW  SENT: the message is in its slot.
+  WAR  TAKEN: the receiver has done the step that took the message `DEPTH` messages ago from this slot.
+  RAW, WAR  DONE, of this rank's workers: the step that another one has to follow is done.
+"""
+
+from __future__ import annotations
+
+from epcomm.device import control
+from epcomm.device.control import LINE
+from epcomm.device.cpu.compile import device, kernel
+from epcomm.device.cpu.function import call6
+from epcomm.device.cpu.memory import copy, copy_streaming, fence, set_word, store_release, word
+from epcomm.device.cpu.peers import peer
+from epcomm.device.cpu.waiting import meet, signal, wait
+from epcomm.kernels.protocol import collectives, sites
+from epcomm.kernels.protocol import plans as protocol
+
+
+@device
+def _meet_everyone(ctx, args, worker):
+    """Returns once all ranks are in this operation. (Without it they could run ahead without end, and not notice.)"""
+    me, size, sequence = word(ctx, control.RANK), word(ctx, control.SIZE), word(ctx, control.SEQUENCE)
+    arrived = word(word(args, collectives.TABLE), protocol.ARRIVED)
+    if worker == 0:
+        signal(peer(ctx, me) + arrived, sequence)
+    for distance in range(1, size):
+        rank = (me + distance) % size
+        status = meet(ctx, peer(ctx, rank) + arrived, sequence, rank, sites.PLAN_ARRIVED)  # WAR
+        if status != control.OK:
+            return status
+    return control.OK
+
+
+@device
+def _address(args, buffer, offset):
+    if buffer == protocol.INPUT:
+        return word(args, collectives.X) + offset
+    return word(args, collectives.OUT if buffer == protocol.OUTPUT else collectives.SCRATCH) + offset
+
+
+@device
+def _message_number(args, fifo, tile, number):
+    """Of a message, over the life of the communicator."""
+    count = word(word(args, collectives.COUNTS), word(fifo, protocol.COUNT))
+    return count + tile * word(fifo, protocol.NUM_MESSAGES) + number
+
+
+@device
+def _slot_offset(table, fifo, number):
+    return word(fifo, protocol.SLOTS) + number % word(table, protocol.DEPTH) * word(table, protocol.SLOT_BYTES)
+
+
+@device
+def _done_value(ctx, num_rows, tile, row):
+    """Of a worker's word DONE, once it has done `row` rows of a tile."""
+    operation = word(ctx, control.SEQUENCE) & ((1 << control.GENERATION_SHIFT) - 1)
+    return (operation << protocol.DONE_BITS) + tile * num_rows + row
+
+
+@device
+def _done_word(args, worker):
+    return word(args, collectives.DONE) + worker * LINE
+
+
+@device
+def _await_steps(ctx, args, table, row, tile):
+    """Waits for the steps of this rank's other workers that come before a step."""
+    first = table + 8 * word(row, protocol.FIRST_AFTER)
+    for entry in range(word(row, protocol.NUM_AFTER)):
+        after = first + 8 * protocol.AFTER_WORDS * entry
+        value = _done_value(ctx, word(after, protocol.AFTER_ROWS), tile, word(after, protocol.AFTER_DONE))
+        address = _done_word(args, word(after, protocol.AFTER_WORKER))
+        status = wait(ctx, address, value, word(ctx, control.RANK), sites.PLAN_STEP)  # RAW, WAR
+        if status != control.OK:
+            return status
+    return control.OK
+
+
+@device
+def _store(args, flags, to, source, num_bytes):
+    """Copies to a row's destination."""
+    if flags & protocol.IS_FINAL and word(args, collectives.STREAMING):
+        copy_streaming(to, source, num_bytes)
+    elif to != source:
+        copy(to, source, num_bytes)
+
+
+@device
+def _move(ctx, args, row, worker, start, num_bytes, message, slot):
+    """Does a row's copy or sum of `num_bytes` from byte `start` of its chunk on; messages are at `message`, `slot`."""
+    flags = word(row, protocol.FLAGS)
+    source = _address(args, word(row, protocol.SRC_BUFFER), word(row, protocol.SRC_OFFSET) + start)
+    to = _address(args, word(row, protocol.DST_BUFFER), word(row, protocol.DST_OFFSET) + start)
+    if flags & (protocol.REDUCES | protocol.FINISHES):
+        size = word(ctx, control.SIZE)
+        operands = word(args, collectives.SOURCES) + worker * size * 8
+        if flags & protocol.FINISHES:
+            set_word(operands, 0, to)
+            call6(word(args, collectives.FINISH), to, operands, 1, num_bytes, size, 0)
+            return
+        set_word(operands, 0, source)
+        set_word(operands, 1, message if flags & protocol.RECEIVES else to)
+        total = slot if flags & protocol.SENDS else to
+        streaming = 1 if flags & protocol.IS_FINAL and total == to and word(args, collectives.STREAMING) else 0
+        call6(word(args, collectives.REDUCE), total, operands, 2, num_bytes, size, streaming)
+        if flags & protocol.WRITES and total != to:
+            _store(args, flags, to, total, num_bytes)
+        return
+    if flags & protocol.RECEIVES:
+        source = message
+    if flags & protocol.SENDS:
+        copy(slot, source, num_bytes)
+    if flags & protocol.WRITES:
+        _store(args, flags, to, source, num_bytes)
+
+
+@device
+def _do_row(ctx, args, table, row, tile, worker):
+    flags, me = word(row, protocol.FLAGS), word(ctx, control.RANK)
+    is_first, is_last = flags & protocol.IS_FIRST, flags & protocol.IS_LAST
+    tile_bytes = word(table, protocol.TILE_BYTES)
+    place = word(row, protocol.PLACE) * tile_bytes
+    if is_first and word(row, protocol.NUM_AFTER):
+        status = _await_steps(ctx, args, table, row, tile)
+        if status != control.OK:
+            return status
+    message = received = source = received_from = 0
+    if flags & protocol.RECEIVES:
+        source = table + 8 * word(row, protocol.RECEIVE)
+        received_from = word(source, protocol.PEER)
+        received = _message_number(args, source, tile, word(row, protocol.RECEIVE_NUMBER))
+        message = peer(ctx, me) + _slot_offset(table, source, received) + place
+        if is_first:
+            address = peer(ctx, me) + word(source, protocol.SENT_WORD)
+            status = wait(ctx, address, received + 1, received_from, sites.PLAN_MESSAGE)  # RAW
+            if status != control.OK:
+                return status
+    slot = sent = to = sent_to = 0
+    if flags & protocol.SENDS:
+        to = table + 8 * word(row, protocol.SEND)
+        sent_to = word(to, protocol.PEER)
+        sent = _message_number(args, to, tile, word(row, protocol.SEND_NUMBER))
+        slot = peer(ctx, sent_to) + _slot_offset(table, to, sent) + place
+        reused = sent + 1 - word(table, protocol.DEPTH)
+        if is_first and reused > word(ctx, control.GENERATION) << control.GENERATION_SHIFT:
+            address = peer(ctx, me) + word(to, protocol.TAKEN_WORD)
+            status = wait(ctx, address, reused, sent_to, sites.PLAN_SLOT)  # WAR
+            if status != control.OK:
+                return status
+    start = tile * tile_bytes
+    num_bytes = min(tile_bytes, word(row, protocol.BYTES) - start)
+    if num_bytes > 0:
+        _move(ctx, args, row, worker, start, num_bytes, message, slot)
+    if is_last:
+        if flags & protocol.SENDS:
+            signal(peer(ctx, sent_to) + word(to, protocol.SENT_WORD), sent + 1)
+        if flags & protocol.RECEIVES:
+            signal(peer(ctx, received_from) + word(source, protocol.TAKEN_WORD), received + 1)
+    return control.OK
+
+
+@kernel("execute_plan")
+def execute_plan(ctx, args, program, num_programs):
+    status = _meet_everyone(ctx, args, program)
+    if status != control.OK:
+        return status
+    table = word(args, collectives.TABLE)
+    worker = table + 8 * (protocol.HEADER_WORDS + program * protocol.WORKER_WORDS)
+    rows, num_rows = table + 8 * word(worker, protocol.FIRST_ROW), word(worker, protocol.NUM_ROWS)
+    num_tiles = word(table, protocol.NUM_TILES)
+    for tile in range(num_tiles):
+        for number in range(num_rows):
+            row = rows + 8 * protocol.ROW_WORDS * number
+            status = _do_row(ctx, args, table, row, tile, program)
+            if status != control.OK:
+                return status
+            if word(row, protocol.FLAGS) & protocol.IS_AWAITED:
+                store_release(_done_word(args, program), _done_value(ctx, num_rows, tile, number + 1))
+    for number in range(word(worker, protocol.NUM_FIFOS)):
+        fifo = table + 8 * (word(worker, protocol.FIRST_FIFO) + protocol.FIFO_WORDS * number)
+        counts, count = word(args, collectives.COUNTS), word(fifo, protocol.COUNT)
+        set_word(counts, count, word(counts, count) + num_tiles * word(fifo, protocol.NUM_MESSAGES))
+    if word(args, collectives.STREAMING):
+        fence()
+    return control.OK

@@ -1,0 +1,67 @@
+"""Plans of collectives as kernels read them: a table of integers per rank, and FIFOs of messages between ranks.
+
+A *row* is one chunk of a step. A *worker* is a program of the kernel: it takes its rows one after the other, all of
+them once for each *tile*, which is so much of every chunk that a message fits in a slot. What a message's chunk has
+beyond the bytes that exist of a chunk here is neither read nor written.
+
+A FIFO leads from one rank to another on one channel. Its slots are in the receiver's segment, and so is the word SENT,
+which the sender raises; TAKEN, which the receiver raises, is in the sender's. They count messages over the whole life
+of the communicator (generation in the top bits); FIFOs are empty between operations, so each plan may lay its slots out
+anew.
+"""
+
+from __future__ import annotations
+
+from epcomm.device.control import LINE
+
+MAX_CHANNELS = 64  # of a plan: NCCL's (MAXCHANNELS), which others' plans are made for
+MAX_SLOT_BYTES = 256 << 10
+TILE_ALIGNMENT = 64
+
+#: bits of a row's FLAGS: what its step does (as `collectives.plan.Op.flags`)
+RECEIVES, SENDS, REDUCES, READS, WRITES = 1, 2, 4, 8, 16
+#: and the row: is it the first or the last of its step, do others wait for it, is its destination never used again,
+#: does it make a result of a sum
+IS_FIRST, IS_LAST, IS_AWAITED, IS_FINAL, FINISHES = 32, 64, 128, 256, 512
+
+# ---- table (words): a header, then [workers, WORKER_WORDS], rows, FIFOs, steps to wait for; places in it are in words
+NUM_TILES, TILE_BYTES, SLOT_BYTES, DEPTH, ARRIVED = range(5)  # the last: the offset of that word in all segments
+HEADER_WORDS = 5
+# of a worker: its rows, and the FIFOs that it uses
+FIRST_ROW, NUM_ROWS, FIRST_FIFO, NUM_FIFOS = range(4)
+WORKER_WORDS = 4
+# of a row: bytes of the chunk; buffers and byte offsets; offset in tiles in messages; places of FIFOs and numbers of
+# messages in them within a tile; the place and number of the steps that come before it
+(
+    FLAGS, BYTES, SRC_BUFFER, SRC_OFFSET, DST_BUFFER, DST_OFFSET, PLACE,
+    RECEIVE, RECEIVE_NUMBER, SEND, SEND_NUMBER, FIRST_AFTER, NUM_AFTER,
+) = range(13)  # fmt: skip
+ROW_WORDS = 13
+# of a FIFO: the rank at its other end, offsets of SENT and TAKEN and of its slots, messages in a tile, the index of
+# this end's count of messages
+PEER, SENT_WORD, TAKEN_WORD, SLOTS, NUM_MESSAGES, COUNT = range(6)
+FIFO_WORDS = 6
+# of a step to wait for: its worker, that worker's rows, and how many of them have to be done
+AFTER_WORKER, AFTER_ROWS, AFTER_DONE = range(3)
+AFTER_WORDS = 3
+
+#: buffers
+INPUT, OUTPUT, SCRATCH = range(3)
+
+#: A worker's word of rows done is sequence << DONE_BITS | rows, of all tiles.
+DONE_BITS = 24
+
+
+def plan_word_lines(size: int) -> int:
+    """Lines of signal words: ARRIVED, then SENT by [channel, rank], then TAKEN."""
+    return 1 + 2 * MAX_CHANNELS * size
+
+
+def sent_word(plan_words: int, size: int, channel: int, src: int) -> int:
+    """Offset of what `src` raises in a receiver's segment."""
+    return plan_words + (1 + channel * size + src) * LINE
+
+
+def taken_word(plan_words: int, size: int, channel: int, dst: int) -> int:
+    """Offset of what `dst` raises in a sender's segment."""
+    return plan_words + (1 + (MAX_CHANNELS + channel) * size + dst) * LINE

@@ -1,0 +1,103 @@
+"""What executors of plans are checked against: each collective by its definition, on one communicator."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from collective_cases import FORMS, addend, payload, reduced, same_bits
+
+import epcomm
+from epcomm.collectives.algorithms import ALGORITHMS
+from epcomm.collectives.plan import Plan
+from epcomm.collectives.plan.conditions import REDUCTIONS
+from epcomm.errors import ConfigError
+
+CALLS = 3  # of each plan, each on new data
+
+
+@functools.cache
+def plans_of(num_ranks: int, root: int, channels: int) -> tuple[Plan, ...]:
+    """A plan by every algorithm for every collective that it does among so many ranks."""
+    found = []
+    for algorithm in ALGORITHMS.values():
+        for kind in algorithm.forms:
+            try:
+                found.append(algorithm.plan(kind, num_ranks, root=root, channels=channels))
+            except ConfigError as error:
+                assert "power of two" in str(error)
+    return tuple(found)
+
+
+def _in_form(case: int, x: torch.Tensor) -> torch.Tensor:
+    return list(FORMS.values())[case % len(FORMS)](x)
+
+
+def _wanted(kind: str, inputs: list[torch.Tensor], rank: int, root: int, op: str) -> torch.Tensor | None:
+    if kind == "broadcast":
+        return inputs[root]
+    if kind == "allgather":
+        return torch.cat(inputs)
+    if kind == "alltoall":
+        return torch.cat([x.chunk(len(inputs))[rank] if len(x) else x for x in inputs])
+    total = reduced(inputs, op)
+    if kind == "reduce":
+        return total if rank == root else None
+    return total.chunk(len(inputs))[rank] if kind == "reduce_scatter" and len(total) else total
+
+
+def _run(comm: epcomm.Communicator, plan: Plan | str, kind: str, x: torch.Tensor, out: Any, op: str, root: int) -> Any:
+    arguments: dict[str, Any] = {"algorithm": plan, "out": out}
+    if kind in REDUCTIONS:
+        arguments["op"] = op
+    if kind in ("broadcast", "reduce"):
+        arguments["src" if kind == "broadcast" else "dst"] = root
+    return getattr(comm, kind)(x, **arguments)
+
+
+def check_plan(comm: epcomm.Communicator, plan: Plan | str, kind: str, num_items: int, dtype: torch.dtype,
+               op: str = "sum", root: int = 0, in_place: bool = True, out_of_place: bool = True) -> None:  # fmt: skip
+    """Runs a plan CALLS times, out of place and in place where it may, on items that tell ranks and calls apart.
+
+    `num_items` are a rank's of a block.
+    """
+    rank, size = comm.rank, comm.size
+    shape = (num_items * (size if kind in ("reduce_scatter", "alltoall") else 1),)
+    for call in range(CALLS):
+        if kind in REDUCTIONS:
+            inputs = [addend(other, shape, dtype, op, call, size) for other in range(size)]
+        else:
+            inputs = [payload(other, shape, dtype, call) for other in range(size)]
+        wanted, own = _wanted(kind, inputs, rank, root, op), inputs[rank]
+        label = f"rank {rank} of {size}: {kind} by {plan if isinstance(plan, str) else plan.name}, {dtype} {shape} {op}"
+        if out_of_place:
+            x = _in_form(call, own)
+            got = _run(comm, plan, kind, x, None, op, root)
+            assert same_bits(got, wanted), f"{label}, call {call}: got {got}, wanted {wanted}"
+            assert same_bits(x, own), f"{label}, call {call}: x changed"
+        if in_place:
+            x, out = _placed(kind, own, rank, size)
+            result = out if kind != "reduce" or rank == root else None
+            _run(comm, plan, kind, x, result, op, root)
+            got = own if kind == "reduce" and result is None else out
+            kept = own if kind == "reduce" and result is None else wanted
+            assert same_bits(got, kept), f"{label}, call {call}, in place: got {got}, wanted {kept}"
+
+
+def _placed(kind: str, own: torch.Tensor, rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Input and output as they share memory in place."""
+    if kind == "allgather":
+        out = torch.empty(size * len(own), dtype=own.dtype)
+        return out[rank * len(own) : (rank + 1) * len(own)].copy_(own), out
+    x = FORMS["unaligned"](own)
+    num_items = len(own) // size
+    return x, x[rank * num_items : (rank + 1) * num_items] if kind == "reduce_scatter" else x
+
+
+def check_plans(comm: epcomm.Communicator, root: int, channels: int, cases: list[tuple[int, torch.dtype]]) -> None:
+    """Every algorithm's plans on blocks of every (number of items, dtype)."""
+    for plan in plans_of(comm.size, root, channels):
+        for num_items, dtype in cases:
+            kind, in_place = plan.collective.kind, plan.in_place
+            check_plan(comm, plan, kind, num_items, dtype, "sum", root, in_place, plan.out_of_place)
