@@ -156,16 +156,9 @@ class Communicator:
         return self._reductions.bind_allreduce(x, op, out, algorithm)
 
     def reduce(
-        self,
-        x: torch.Tensor,
-        dst: int = 0,
-        op: str = "sum",
-        *,
-        out: torch.Tensor | None = None,
-        algorithm: str | Plan = "auto",
-        async_op: bool = False,
-        timeout: float | None = None,
-    ) -> Any:
+        self, x: torch.Tensor, dst: int = 0, op: str = "sum", *, out: torch.Tensor | None = None,
+        algorithm: str | Plan = "auto", async_op: bool = False, timeout: float | None = None,
+    ) -> Any:  # fmt: skip
         """Like `allreduce`, with the result on rank `dst` only; the others get None."""
         return self._reductions.reduce(x, dst, op, out, algorithm, async_op, timeout)
 
@@ -189,15 +182,9 @@ class Communicator:
         return self._movement.gather(x, dst, out, async_op, timeout)
 
     def broadcast(
-        self,
-        x: torch.Tensor,
-        src: int = 0,
-        *,
-        out: torch.Tensor | None = None,
-        algorithm: str | Plan = "auto",
-        async_op: bool = False,
-        timeout: float | None = None,
-    ) -> Any:
+        self, x: torch.Tensor, src: int = 0, *, out: torch.Tensor | None = None, algorithm: str | Plan = "auto",
+        async_op: bool = False, timeout: float | None = None,
+    ) -> Any:  # fmt: skip
         """Rank `src`'s `x`; elsewhere `x` gives shape and dtype (``out=x`` receives into it)."""
         return self._movement.broadcast(x, src, out, algorithm, async_op, timeout)
 
