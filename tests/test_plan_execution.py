@@ -202,6 +202,9 @@ REFUSED: dict[str, tuple[Callable[[epcomm.Communicator], Any], str]] = {
     "in place": (lambda c: c.alltoall(X, out=X, algorithm="direct"), "works out of place only"),
     "out of place": (lambda c: c.allreduce(X, algorithm=_ring(out_of_place=False)), "works in place only"),
     "overlap": (lambda c: c.allreduce(X[:40], out=X[20:60], algorithm="ring"), "shares memory with `x`, but not as"),
+    "listed result": (lambda c: c.allgather(X, out=[X + 0, X + 1], algorithm="ring"), "`out`: wanted one tensor where"),
+    "listed parts": (lambda c: c.reduce_scatter([X, X], algorithm="ring"), "argument `x`: wanted one tensor where"),
+    "listed": (lambda c: c.alltoall([X, X], out=[X + 0, X + 1], algorithm="direct"), "`x`: wanted one tensor where"),
     "misplaced": (lambda c: c.broadcast(X[:17], 0, algorithm=_misplaced()), "keeps a chunk where a smaller one"),
 }
 

@@ -193,7 +193,8 @@ class Movement(Calls):
                  timeout: float | None) -> Any:  # fmt: skip
         where, size = self._where("alltoall"), self.runtime.size
         if algorithm != "auto":
-            check_whole(where, "x", x), check_whole(where, "out", out)
+            check_whole(where, "x", x)
+            check_whole(where, "out", out)
         if isinstance(x, Sequence) or isinstance(out, Sequence):
             return self._alltoall_lists(where, x, out, async_op, timeout)
         source, part = self._even_parts(where, x)
