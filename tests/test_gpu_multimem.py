@@ -123,7 +123,7 @@ def signal_each_other(comm: epcomm.Communicator) -> list[int]:
 
     from epcomm.device.gpu.multimem import EMULATED_BASE
 
-    runtime, offset = comm._runtime, comm._binder._copies
+    runtime, offset = comm._runtime, comm._binder.regions.copies
     operation = runtime.operation(signal_everyone, comm._binder._block(), "signal_everyone")
     found = []
     for call in range(3):

@@ -30,7 +30,7 @@ from test_gpu_collectives import ALL_REDUCTIONS, exchange_messages, fail_and_rec
 from test_gpu_network import WORLDS, on_nodes, tell_late
 
 import epcomm
-from epcomm.collectives import algorithms
+from epcomm.collectives import selection
 from epcomm.errors import MismatchError
 from epcomm.kernels.protocol import collectives as protocol
 
@@ -67,7 +67,7 @@ every_world = pytest.mark.parametrize(
 def in_small_chunks(comm: epcomm.Communicator, body: Callable[..., Any], *args: Any) -> Any:
     """Interpreted kernels look the size up when they run; the regions were laid out for larger ones."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(algorithms, "ONE_SHOT_BYTES", ONE_HOP)
+        patch.setattr(selection, "ONE_SHOT_BYTES", ONE_HOP)
         patch.setattr(protocol, "CHUNK_BYTES", CHUNK)
         return body(comm, *args)
 
