@@ -43,7 +43,8 @@ def test_plans():
 
 def test_what_the_document_on_plans_shows():
     document = (ROOT / "docs" / "plans.md").read_text()
-    blocks = [block for block in document.split("```python\n")[1:] if not block.startswith("comm.")]  # those are for ranks
+    # those that begin with a communicator are for ranks
+    blocks = [block for block in document.split("```python\n")[1:] if not block.startswith("comm.")]
     assert len(blocks) == 4
     code = "\n".join(block.split("```")[0] for block in blocks)
     printed = run("-c", code + "\nprint(proof.roundings, crossings(order, machines.node_of), timeline.makespan)")

@@ -124,7 +124,7 @@ def signal_each_other(comm: epcomm.Communicator) -> list[int]:
     from epcomm.device.gpu.multimem import EMULATED_BASE
 
     runtime, offset = comm._runtime, comm._binder.regions.copies
-    operation = runtime.operation(signal_everyone, comm._binder._block(), "signal_everyone")
+    operation = runtime.operation(signal_everyone, comm._binder.block(), "signal_everyone")
     found = []
     for call in range(3):
         runtime.run(operation, EMULATED_BASE, offset, 10**call * (comm.rank + 1) << 32)
