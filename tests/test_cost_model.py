@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from functools import cache
@@ -211,7 +210,6 @@ def test_explain_writes_a_trace(tmp_path):
     assert {event["ph"] for event in events} == {"M", "X", "s", "f"}
 
 
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
 @pytest.mark.parametrize("ending", ["svg", "png"])
 def test_explain_draws(tmp_path, ending):
     schedule, ring = tmp_path / f"schedule.{ending}", tmp_path / f"ring.{ending}"

@@ -9,6 +9,7 @@ import functools
 import importlib
 import os
 import pickle
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +48,7 @@ class NetworkSegment:
     multicast = 0  # see `cuda_symmetric`
 
 
-class Network:
+class Network(ABC):
     """The ranks of a communicator, as a network's library knows them. Collective to make; raises UnsupportedError.
 
     To the runtime it is what `proxy.Proxy` is. ``address`` is for `control.NETWORK`; ``nodes``, by rank, numbers those
@@ -94,11 +95,12 @@ class Network:
     @classmethod
     def require_free(cls) -> None:
         """Raises UnsupportedError if the process can't be in one more communicator with this network."""
+        return  # most can be in any number
 
     @classmethod
+    @abstractmethod
     def require_library(cls, arch: str) -> None:
         """Raises UnsupportedError with the reason unless kernels can be linked with it, and the host call it."""
-        raise NotImplementedError
 
     @classmethod
     def core(cls) -> Any:
@@ -113,28 +115,31 @@ class Network:
     # ---- meeting
 
     @classmethod
+    @abstractmethod
     def _unique_id(cls) -> bytes:
         """What ranks find each other by."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _start(self, rank: int, size: int, shared: bytes, agree: Callable[[Callable[[], T]], T]) -> None:
         """Collective: connects all ranks, which know what rank 0's `_unique_id` was."""
-        raise NotImplementedError
 
     # ---- what the runtime calls
 
+    @abstractmethod
     def segment(self, num_bytes: int, word_bytes: int, exchange: Exchange) -> NetworkSegment:
         """Collective: a segment of zeros; all words that are raised are in the first `word_bytes`, a line each."""
-        raise NotImplementedError
 
     def register(self, segment: Any) -> None:
         """See `proxy.Proxy`. A segment is known to the network since it was made."""
+        return
 
     def settle(self, generation: int, timeout: float) -> None:
         """See `proxy.Proxy`. What was put arrives before the words of the barrier with which a reset ends."""
+        return
 
     def prepare(self, module: int) -> None:
         """Called with each CUmodule that was loaded with kernels of this network, before their first launch."""
+        return  # a library may have nothing to set up there
 
     def close(self, is_together: bool = False) -> None:
         """Collective: gives everything back, tensors in its memory included. No rank can do that alone.
@@ -145,9 +150,9 @@ class Network:
             torch.cuda.synchronize(self._device)
             self._release()
 
+    @abstractmethod
     def _release(self) -> None:
         """Collective: gives everything back; no kernel is running."""
-        raise NotImplementedError
 
 
 # ---- what can be said without a network

@@ -12,8 +12,6 @@ import torch.distributed as dist
 from gloo_ranks import with_process_group
 from transformers_models import FAMILIES, tiny_model
 
-pytest.importorskip("transformers", minversion="5.24")
-
 # Lengths of each rank's sequences, by step. (Attention in transformers takes no empty batch; the experts do, below.)
 LENGTHS = [[7, 9, 4], [3, 1, 5], [1, 12, 2]]
 # Of float32 sums in another order, relative to the largest logit, or gradient of the model: a gradient that cancels (a
