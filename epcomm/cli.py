@@ -67,6 +67,15 @@ def _networks() -> list[tuple[str, str]]:
     return [(f"cuda target ({name})", state) for name, state in explained(device)]
 
 
+def _between_hosts() -> list[tuple[str, str]]:
+    """What `init(transport="auto")` would make of each way between CPU ranks of this host and of others."""
+    if sys.platform != "linux":
+        return [("cpu target, several hosts", "not available: needs Linux")]
+    from epcomm.host_transport import explained
+
+    return [(f"cpu target, several hosts ({name})", state) for name, state in explained()]
+
+
 def _availability() -> list[tuple[str, str]]:
     """What could be used here, and why the rest can't."""
     import torch.distributed as dist
@@ -75,7 +84,7 @@ def _availability() -> list[tuple[str, str]]:
     bench = "available" if _has_benchmarks() else "not available: benchmarks/ comes with a checkout, not with a wheel"
     return [
         ("cpu target (shared memory)", "available" if sys.platform == "linux" else "not available: needs Linux"),
-        ("cpu target, several hosts (TCP)", "available" if sys.platform == "linux" else "not available: needs Linux"),
+        *_between_hosts(),
         ("cuda target (peer_memory)", _cuda_state()),
         *_networks(),
         ("gloo, for comparison", "available" if dist.is_gloo_available() else "not available in this torch"),

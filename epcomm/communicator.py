@@ -43,9 +43,10 @@ class Communicator:
 
         network = target.connect(hub.rank, hub.nodes, exchange)
         self.rank, self.size, self.nodes = hub.rank, hub.size, list(hub.nodes if network is None else network.nodes)
-        self.device, self.transport = target.device, target.transport
+        self.device = target.device
         regions = collective_regions(self.size, num_programs, target.copy_engine_bytes, max(self.nodes) + 1)
         self._runtime = Runtime(target, hub, network, regions, num_programs, timeout)
+        self.transport = self._runtime.transport
         self._fifo = Fifo("epcomm-async", is_stream_ordered=self.device.type == "cuda")
         self._binder = Binder(self._runtime, regions, num_programs)
         plans = PlanBinder(self._binder)

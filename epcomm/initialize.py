@@ -12,6 +12,7 @@ import torch
 from epcomm import bootstrap, rendezvous
 from epcomm.communicator import Communicator
 from epcomm.errors import ClosedError, ConfigError, UnsupportedError
+from epcomm.host_transport import TRANSPORTS
 from epcomm.kernels.cpu.target import CpuTarget
 from epcomm.kernels.target import Target, make_target
 from epcomm.runtime import LONGEST_TIMEOUT
@@ -40,10 +41,12 @@ def init(
             Without group and store: `epcomm.launch`, else the default group, else torchrun's environment, else a
             world of one rank.
         device: "cpu" (None means that) or a CUDA device, the same kind on all ranks. Several ranks may share a device.
-        transport: the same on all ranks. On a cpu "auto" or "shared_memory". On CUDA "peer_memory" (load and store over
-            NVLink or PCIe, on one host), "nvshmem" or "gin" (NCCL's GPU-initiated networking), or "auto": the first of
-            these that no rank refuses. With the last two each rank is a process, and results on symmetric memory end
-            with the communicator.
+        transport: the same on all ranks. On a cpu it is how ranks on several hosts reach each other: "ucx", "tcp", or
+            "auto": UCX where all ranks have an RDMA device that it can use, else TCP. Those of one host share memory,
+            and with "shared_memory" there must be no others. On CUDA "peer_memory" (load and store over NVLink or PCIe,
+            on one host), "nvshmem" or "gin" (NCCL's GPU-initiated networking), or "auto": the first of these that no
+            rank refuses. With the last two each rank is a process, and results on symmetric memory end with the
+            communicator.
         num_threads: programs per operation on each rank, the least that any rank asks for; default: cores / ranks.
         sm_budget: on CUDA what `num_threads` is on a cpu: how many of the GPU's multiprocessors an operation may keep
             busy; default: see `kernels.gpu.cuda.default_sm_budget`. 0, which all ranks must agree on, moves data with
@@ -98,14 +101,17 @@ def _target(device: torch.device, transport: str, sm_budget: int | None) -> Targ
     """What runs the kernels of ranks on `device`."""
     chosen = make_target.get()
     if chosen is None and device.type == "cuda":
-        from epcomm.heap.transport import TRANSPORTS
+        from epcomm.heap.transport import TRANSPORTS as OF_GPUS
         from epcomm.kernels.gpu.cuda import CudaTarget
 
-        _check_transport(transport, TRANSPORTS)
+        _check_transport(transport, OF_GPUS)
         return CudaTarget(device, sm_budget, transport)
     if chosen is None and device.type != "cpu":
         raise UnsupportedError(f"init: argument `device`: epcomm serves cpu and cuda, got {device}")
-    target = CpuTarget() if chosen is None else chosen()
+    if chosen is None:
+        _check_transport(transport, TRANSPORTS)
+        return CpuTarget(transport)
+    target = chosen()
     _check_transport(transport, (target.transport,))
     return target
 

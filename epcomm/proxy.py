@@ -18,8 +18,8 @@ import numpy as np
 
 from epcomm import tcp
 from epcomm.device.cpu import link as layout
-from epcomm.device.cpu import network
-from epcomm.errors import EpcommError, TimeoutError
+from epcomm.errors import EpcommError
+from epcomm.heap.outboxes import Outboxes
 from epcomm.hub import Hub
 
 _MOST_SEGMENTS = 1 << 20  # in the life of a communicator; memory of the table is taken as it fills
@@ -29,6 +29,7 @@ _LONGEST_JOIN = 5.0  # seconds; a peer that was stopped takes nothing
 class NoProxy:
     """What a rank has whose peers are all on its host."""
 
+    transport = ""  # the target knows what it is
     address = 0
 
     def register(self, segment: Any) -> None:
@@ -49,18 +50,20 @@ class Proxy:
     peer knows why.
     """
 
+    transport = "tcp"
+
     def __init__(
         self, sockets: dict[int, socket.socket], meet: Callable[[], None], on_error: Callable[[int, str], None]
     ):
         self._segments, self._meet = _Segments(), meet
-        self._links = {rank: _Link(rank, each, self._segments, on_error) for rank, each in sorted(sockets.items())}
+        self.outboxes = Outboxes(sockets)
+        self.address = self.outboxes.address
+        self._links = {
+            rank: _Link(rank, sockets[rank], outbox, self._segments, on_error)
+            for rank, outbox in self.outboxes.of_rank.items()
+        }
         self._segments.links = list(self._links.values())
-        self._outboxes = np.zeros(max(sockets) + 1, dtype=np.int64)
-        for rank, link in self._links.items():
-            self._outboxes[rank] = link.outbox.ctypes.data
-        self.address = self._outboxes.ctypes.data
-        self._write_marker = network.load_write_marker()
-        self._close = weakref.finalize(self, _close, self._segments.links)
+        self._close = weakref.finalize(self, _close, self.outboxes, self._segments.links)
         self._close.atexit = False
 
     @property
@@ -75,13 +78,8 @@ class Proxy:
 
     def settle(self, generation: int, timeout: float) -> None:
         """Collective: returns once all that any rank wrote down before has arrived here. Raises `TimeoutError`."""
-        deadline, untold = time.monotonic() + timeout, set(self._links)
         # WAR: what arrives later would be written over what the next generation puts there
-        while late := untold | {rank for rank, link in self._links.items() if link.words[layout.MARKER] < generation}:
-            untold = {rank for rank in untold if not self._write_marker(self._outboxes[rank], generation)}
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"what goes to or comes from rank(s) {sorted(late)} did not all arrive in time")
-            time.sleep(0.001)
+        self.outboxes.settle(generation, lambda rank: int(self._links[rank].words[layout.MARKER]), timeout)
 
     def close(self, is_together: bool = False) -> None:
         """Sends what is written down, then closes the links. Idempotent.
@@ -95,13 +93,18 @@ class _Link:
     """A connection, its outbox and its threads."""
 
     def __init__(
-        self, rank: int, connection: socket.socket, segments: _Segments, on_error: Callable[[int, str], None]
+        self,
+        rank: int,
+        connection: socket.socket,
+        outbox: np.ndarray,
+        segments: _Segments,
+        on_error: Callable[[int, str], None],
     ):
-        self.rank, self.socket, self._segments, self._on_error = rank, connection, segments, on_error
-        self.outbox = np.zeros(network.OUTBOX_WORDS, dtype=np.int64)
+        self.rank, self.socket, self._on_error = rank, connection, on_error
+        self._keep = outbox, segments
         self.words = np.zeros(layout.LINK_WORDS, dtype=np.int64)
         self.words[[layout.SOCKET, layout.OUTBOX, layout.SEGMENTS]] = (
-            connection.fileno(), self.outbox.ctypes.data, segments.table.ctypes.data
+            connection.fileno(), outbox.ctypes.data, segments.table.ctypes.data
         )  # fmt: skip
         self._send_records, self._receive_records = layout.load_send_records(), layout.load_receive_records()
         names = {self._send: f"epcomm-send-{rank}", self._receive: f"epcomm-receive-{rank}"}
@@ -118,10 +121,9 @@ class _Link:
             self._on_error(self.rank, f"{num_bytes} bytes at {offset} of segment {number}")
 
 
-def _close(links: list[_Link]) -> None:
+def _close(outboxes: Outboxes, links: list[_Link]) -> None:
     deadline = time.monotonic() + _LONGEST_JOIN
-    for link in links:
-        network.load_stop_outbox()(link.outbox.ctypes.data)
+    outboxes.stop()
     for link in links:
         _join(link.threads[0], deadline)  # what is written down is sent
     for link in links:
@@ -173,10 +175,10 @@ class _Segments:
 _PAYLOAD = 0  # purpose of a connection
 
 
-def connect_proxy(
+def connect_tcp(
     hub: Hub, timeout: float, check: Callable[[], None], fail: weakref.ref[Callable[[EpcommError], Any]]
-) -> Proxy | NoProxy:
-    """Collective: the way to ranks on other hosts; `fail` is called if what they send can't be.
+) -> Proxy:
+    """Collective: the way to ranks on other hosts by TCP; `fail` is called if what they send can't be.
 
     Raises `TimeoutError` if one doesn't come, or what `check` raises.
     """
@@ -189,7 +191,7 @@ def connect_proxy(
         if tell is not None:
             tell(EpcommError(f"rank {hub.rank}: rank {rank}, on another host, sent {text}"))
 
-    return NoProxy() if len(hub.leaders) == 1 else Proxy(_connect(hub, timeout, check), meet, on_error)
+    return Proxy(_connect(hub, timeout, check), meet, on_error)
 
 
 def _nothing() -> None:

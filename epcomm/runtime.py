@@ -27,12 +27,12 @@ from epcomm.errors import (
 )
 from epcomm.failures import awaited, error_found
 from epcomm.heap.cpu import SymmetricSegment
+from epcomm.host_transport import connect_proxy
 from epcomm.hub import Hub
 from epcomm.kernels.protocol.collectives import CollectiveRegions
 from epcomm.kernels.target import Kernel, Target
 from epcomm.liveness import watch_peers
 from epcomm.operation import Context, Operation, OperationTexts, ParameterBlock
-from epcomm.proxy import connect_proxy
 
 LONGEST_TIMEOUT = 1e8  # seconds: three years; in nanoseconds it fits a word with room to spare
 _SPINS_WITH_OWN_CORE, _SPINS_SHARING_CORES = 100, 20  # measured: best barrier times with and without idle cores
@@ -57,7 +57,10 @@ class Runtime:
         size = regions.size
         self.control = self._guarded(lambda: SymmetricSegment(self.rank, size, (), self._allgather), size)
         target.start(num_programs, self.control.mapped, control.control_region_bytes(self.size))
-        self._proxy = network or connect_proxy(hub, timeout, self.check, weakref.WeakMethod(self.fail))
+        self._proxy = network or connect_proxy(
+            hub, target.between_hosts, timeout, self.check, weakref.WeakMethod(self.fail)
+        )
+        self.transport = self._proxy.transport or target.transport
         self._proxy.register(self.control)
         self.collectives = self.control if target.shares_control else self.segment(size, regions.word_bytes)
         self._own = self.control.own.array(0, size)

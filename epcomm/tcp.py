@@ -15,7 +15,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from epcomm.errors import TimeoutError
@@ -162,11 +162,19 @@ def _address_towards(host: str) -> list[str]:
 
 def _interface_addresses() -> list[str]:
     """The IPv4 addresses of all interfaces, loopback last."""
-    addresses = []
+    return sorted((address for _, address in _interfaces()), key=lambda address: address.startswith("127."))
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the interface that has an IPv4 address of this host."""
+    return next((name for name, own in _interfaces() if own == address), None)
+
+
+def _interfaces() -> Iterator[tuple[str, str]]:
+    """Name and IPv4 address of all interfaces that have one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = array.array("B", struct.pack("256s", name.encode()[:15]))
             with contextlib.suppress(OSError):  # it has none
                 fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                addresses.append(socket.inet_ntoa(request[20:24].tobytes()))
-    return sorted(addresses, key=lambda address: address.startswith("127."))
+                yield name, socket.inet_ntoa(request[20:24].tobytes())

@@ -20,12 +20,10 @@ import torch
 
 from epcomm.device.control import LINE
 from epcomm.errors import UnsupportedError
+from epcomm.heap.agreement import Exchange, agreed, refusal
 from epcomm.heap.cuda import CudaMapping
 
 T = TypeVar("T")
-
-#: sends a payload to all ranks and returns everyone's, by rank
-Exchange = Callable[[bytes], list[bytes]]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PROBE_BYTES = 4096
@@ -59,7 +57,7 @@ class Network(ABC):
     title: str
     package: str  # of Python's bindings, and two modules of it: for users, and the library's functions as they are
     modules: tuple[str, str]
-    address = 0
+    transport, address = "", 0  # see `proxy.NoProxy`
 
     def __init__(self, rank: int, device: torch.device, exchange: Exchange):
         self._device, self._what = device, f"{self.title} can't be used"
@@ -164,15 +162,6 @@ def architecture(device: torch.device) -> str:
     return f"sm_{major}{minor}"
 
 
-def refusal(check: Callable[[], object]) -> str:
-    """Why a check raises UnsupportedError; "" if it doesn't."""
-    try:
-        check()
-    except UnsupportedError as error:
-        return str(error)
-    return ""
-
-
 def bindings(module: str, title: str, package: str) -> Any:
     """A module of a library's Python bindings. UnsupportedError says what to install."""
     try:
@@ -224,21 +213,6 @@ def zeroed(address: int, num_bytes: int, device: torch.device, owner: Any) -> to
     memory.zero_()
     torch.cuda.current_stream(device).synchronize()
     return memory
-
-
-def agreed(what: str, exchange: Exchange, attempt: Callable[[], T]) -> T:
-    """Collective: what `attempt` returns; UnsupportedError on all ranks, with the reason, if it fails on one."""
-    result: T | None = None
-    failure = ""
-    try:
-        result = attempt()
-    except Exception as error:  # it isn't documented what the networks' bindings raise
-        failure = str(error) if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {error}"
-    failures = [pickle.loads(payload) for payload in exchange(pickle.dumps(failure))]
-    for rank, message in enumerate(failures):
-        if message:
-            raise UnsupportedError(f"{what}: rank {rank}: {message}")
-    return result  # type: ignore[return-value]
 
 
 def require_processes(what: str, exchange: Exchange) -> None:

@@ -6,19 +6,17 @@ other, then NVSHMEM, then NCCL's GIN.
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from epcomm.errors import ConfigError, UnsupportedError
+from epcomm.errors import UnsupportedError
+from epcomm.heap.agreement import Exchange, agreed, first_taken, require_same
 from epcomm.heap.cuda import require_peer_access
 from epcomm.heap.nccl import NcclNetwork
-from epcomm.heap.network import Exchange, Network, agreed
+from epcomm.heap.network import Network
 from epcomm.heap.nvshmem import NvshmemNetwork
-
-T = TypeVar("T")
 
 _NETWORKS: dict[str, type[Network]] = {network.name: network for network in (NvshmemNetwork, NcclNetwork)}
 #: in the order in which "auto" tries them
@@ -30,11 +28,7 @@ def connect(wanted: str, rank: int, hosts: Sequence[int], device: torch.device, 
 
     Raises, on all ranks, ConfigError if they don't want the same, UnsupportedError with the reasons if they can't.
     """
-    said = [pickle.loads(payload) for payload in exchange(pickle.dumps((wanted, device.index)))]
-    if len({transport for transport, _ in said}) > 1:
-        found = ", ".join(sorted({repr(transport) for transport, _ in said}))
-        raise ConfigError(f"init: argument `transport`: wanted the same on all ranks, got {found}")
-    gpus = [gpu for _, gpu in said]
+    gpus = require_same(wanted, exchange, device.index)
 
     def peer_memory() -> None:
         agreed("peer memory can't be used", exchange, lambda: require_peer_memory(hosts, device, gpus))
@@ -45,20 +39,6 @@ def connect(wanted: str, rank: int, hosts: Sequence[int], device: torch.device, 
     attempts: dict[str, Callable[[], Any]] = {"peer_memory": peer_memory}
     attempts |= {name: network_of(kind) for name, kind in _NETWORKS.items()}
     return first_taken(wanted, attempts)
-
-
-def first_taken(wanted: str, attempts: Mapping[str, Callable[[], T]]) -> T:
-    """What the attempt of a transport returns, of "auto" the first one that isn't refused by an UnsupportedError.
-
-    Raises UnsupportedError with why each was refused. All ranks take the same way if each attempt ends alike on all.
-    """
-    reasons = []
-    for name in attempts if wanted == "auto" else (wanted,):
-        try:
-            return attempts[name]()
-        except UnsupportedError as error:
-            reasons.append(str(error))
-    raise UnsupportedError(f"init: argument `transport`: got {wanted!r}, but {'; '.join(reasons)}")
 
 
 def require_peer_memory(hosts: Sequence[int], device: torch.device, gpus: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""Calls of compiled functions by address, so that one kernel serves every dtype and reduction."""
+"""Calls of compiled functions by address, so that one kernel serves every dtype and reduction, and any library."""
 
 from __future__ import annotations
 
@@ -18,6 +18,12 @@ def _caller(num_arguments: int) -> Any:
         return builder.call(pointer(builder, args[0], function_type), args[1:])
 
     return codegen
+
+
+@intrinsic
+def call1(typingctx, address, a):
+    """Calls ``int64 (int64 a)``, or a C function that returns less: the other bits are anything."""
+    return types.int64(*[types.int64] * 2), _caller(1)
 
 
 @intrinsic

@@ -1,9 +1,9 @@
 """Ranks that load and store don't reach: what goes to them is written down for the rank's proxy, which sends it.
 
 There is an *outbox* per such peer: a ring of records in private memory, which programs fill and a thread of the host
-empties (`device.cpu.link`). Records reach the peer in the order in which they were written down, so a word is raised
-there after all that this program put there before. Bytes are read when the record is sent: they may be overwritten
-once the peer has answered, by whatever word the protocol has for that.
+empties (`device.cpu.link`, `device.cpu.ucx_engine`). A word is raised at the peer after all that this program put there
+before, and words in the order in which they were written down. Bytes are read when the record is sent: they may be
+overwritten once the peer has answered, by whatever word the protocol has for that.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from numba import types
 
 from epcomm.device import control
 from epcomm.device.cpu.compile import device, host_function
-from epcomm.device.cpu.memory import compare_exchange, copy, load_acquire, set_word, store_release, word
+from epcomm.device.cpu.memory import compare_exchange, copy, exchange, load_acquire, set_word, store_release, word
 from epcomm.device.cpu.peers import aborted, stop_this_rank
-from epcomm.device.cpu.system import monotonic_ns, semaphore_post, yield_core
+from epcomm.device.cpu.system import monotonic_ns, semaphore_post, write_word, yield_core
 
 # ---- outbox (words)
 TAKEN = 0  # records whose place in the ring is free again
 WRITTEN = 16  # records that have a place so far
-SEMAPHORE = 32  # posted once per record
+SEMAPHORE = 32  # posted once per record, if there is no SLEEPER
 STOP = 40
+SLEEPER = 41  # address of the block of a thread that empties several outboxes
 RING = 48
 NUM_RECORDS = 1024
 # ---- record (words); the first is its number + 1 once it is complete
@@ -30,6 +31,9 @@ OUTBOX_WORDS = RING + NUM_RECORDS * RECORD_WORDS
 RAISES = -1  # in NUM_BYTES: SOURCE is the value of the word at that offset
 MARKS = -2  # in NUM_BYTES: SOURCE is a number that the peer is told; nothing is written
 NOTHING = -3  # in NUM_BYTES: the record isn't sent
+# ---- sleeper (words): whoever finds that it is ASLEEP writes ONE to its EVENTS, an eventfd
+ASLEEP, EVENTS, ONE = range(3)
+SLEEPER_WORDS = 8
 
 
 @device
@@ -54,7 +58,17 @@ def _complete(outbox, number, window, offset, num_bytes, source):
     set_word(at, NUM_BYTES, num_bytes)
     set_word(at, SOURCE, source)
     store_release(at + 8 * NUMBER, number + 1)
-    semaphore_post(outbox + 8 * SEMAPHORE)
+    _wake(outbox)
+
+
+@device
+def _wake(outbox):
+    """The thread that empties the outbox sees what was stored before, asleep or not."""
+    sleeper = word(outbox, SLEEPER)
+    if sleeper == 0:
+        semaphore_post(outbox + 8 * SEMAPHORE)
+    elif exchange(sleeper + 8 * ASLEEP, 0) != 0:  # sequentially consistent: so it is, or it will look once more
+        write_word(word(sleeper, EVENTS), sleeper + 8 * ONE)
 
 
 @device
@@ -121,7 +135,7 @@ def load_write_marker(outbox, value):
 def load_stop_outbox(outbox):
     """``stop_outbox(outbox)``: what is complete is sent, then the thread that sends ends."""
     store_release(outbox + 8 * STOP, 1)
-    semaphore_post(outbox + 8 * SEMAPHORE)
+    _wake(outbox)
 
 
 @host_function("store_word", types.void(types.int64, types.int64))

@@ -1,4 +1,4 @@
-"""What compiled code asks of the operating system: pauses, clocks, semaphores, sockets, and Python's signals."""
+"""What compiled code asks of the operating system: pauses, clocks, semaphores, descriptors, Python's signals."""
 
 from __future__ import annotations
 
@@ -132,6 +132,38 @@ def send_message(typingctx, socket, message, flags):
 def receive_bytes(typingctx, socket, address, num_bytes, flags):
     """``recv``: bytes received, 0 if the peer has closed the connection, or -1."""
     return _socket_call("recv")
+
+
+def _file_call(name: str) -> Any:
+    """`read` or `write` of one word."""
+
+    @intrinsic
+    def call(typingctx, descriptor, address):
+        def codegen(context, builder, signature, args):
+            function_type = ir.FunctionType(I64, [I32, I8.as_pointer(), I64])
+            function = cgutils.get_or_insert_function(builder.module, function_type, name)
+            return builder.call(function, [builder.trunc(args[0], I32), pointer(builder, args[1], I8), I64(8)])
+
+        return types.int64(types.int64, types.int64), codegen
+
+    return call
+
+
+#: (descriptor, address) of one word: bytes read or written, or -1.
+read_word, write_word = _file_call("read"), _file_call("write")
+
+
+@intrinsic
+def poll_descriptors(typingctx, descriptors, count, milliseconds):
+    """``poll``: how many are ready, or -1; `descriptors` is the address of so many struct pollfd."""
+
+    def codegen(context, builder, signature, args):
+        function_type = ir.FunctionType(I32, [I8.as_pointer(), I64, I32])
+        function = cgutils.get_or_insert_function(builder.module, function_type, "poll")
+        given = [pointer(builder, args[0], I8), args[1], builder.trunc(args[2], I32)]
+        return builder.sext(builder.call(function, given), I64)
+
+    return types.int64(types.int64, types.int64, types.int64), codegen
 
 
 @intrinsic

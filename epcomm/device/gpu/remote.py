@@ -33,6 +33,8 @@ _LONGEST_DELAY, _HELD = 0.003, 0.3
 class RemoteNetwork:
     """One rank's way to the ranks of other nodes; ``address`` is what kernels have in their context."""
 
+    transport = ""  # see `proxy.NoProxy`
+
     def __init__(self, rank: int, nodes: Sequence[int], longest_delay: float = _LONGEST_DELAY):
         self.rank, self.nodes, self.address = rank, list(nodes), next(_addresses)
         self._longest, self._random = longest_delay, random.Random(rank)

@@ -60,8 +60,8 @@ class CpuTarget:
     stream = HostStream()
     private, owned_memory = HostMemory, staticmethod(owned_array)
 
-    def __init__(self) -> None:
-        self.launch = load_run()
+    def __init__(self, between_hosts: str = "auto") -> None:
+        self.launch, self.between_hosts = load_run(), between_hosts
 
     def default_num_programs(self, size: int) -> int:
         return max(1, len(os.sched_getaffinity(0)) // size)

@@ -122,6 +122,8 @@ class GpuKernels:
 class GpuTarget(GpuKernels, ABC):
     """What targets with these kernels have in common."""
 
+    between_hosts = "auto"
+
     @abstractmethod
     def launch(self, ctx: Any, kernel: Kernel, args: Any, fingerprint: int, *words: int) -> int:
         """See `kernels.target.Target`; words that are not given are 0."""

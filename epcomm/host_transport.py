@@ -1,0 +1,73 @@
+"""How CPU ranks of several hosts reach each other: what the user asked for, or what "auto" finds.
+
+"auto" takes UCX where all ranks have it and it can use an RDMA device, else TCP. Ranks of one host share memory.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from epcomm.errors import EpcommError, UnsupportedError
+from epcomm.heap import ucx
+from epcomm.heap.agreement import Exchange, agreed, first_taken, refusal, require_same
+from epcomm.hub import Hub
+from epcomm.proxy import NoProxy, Proxy, connect_tcp
+from epcomm.tcp import interface_of
+from epcomm.ucx_proxy import UcxProxy
+
+#: in the order in which "auto" tries them
+TRANSPORTS = ("shared_memory", "ucx", "tcp")
+
+
+def connect_proxy(
+    hub: Hub, wanted: str, timeout: float, check: Callable[[], None], fail: weakref.ref[Callable[[EpcommError], Any]]
+) -> NoProxy | Proxy | UcxProxy:
+    """Collective: the way to ranks on other hosts; `fail` is called if what they send can't be.
+
+    Raises, on all ranks, ConfigError if they don't want the same, UnsupportedError with the reasons if they can't; also
+    `TimeoutError` if a rank doesn't come, or what `check` raises.
+    """
+    if len(hub.leaders) == 1:
+        return NoProxy()
+
+    def exchange(payload: bytes) -> list[bytes]:
+        return [message for message, _ in hub.allgather(payload, timeout=timeout, check=lambda: None)]
+
+    def shared_memory() -> NoProxy:
+        raise UnsupportedError(f"the ranks are on {len(hub.leaders)} hosts, by rank {list(hub.nodes)}")
+
+    def by_ucx() -> UcxProxy:
+        settings = _ucx_settings(hub, exchange, needs_rdma=wanted == "auto")
+        return UcxProxy(hub.rank, hub.nodes, settings, exchange, timeout)
+
+    def by_tcp() -> Proxy:
+        return connect_tcp(hub, timeout, check, fail)
+
+    require_same(wanted, exchange)
+    attempts: dict[str, Callable[[], NoProxy | Proxy | UcxProxy]] = dict(
+        zip(TRANSPORTS, (shared_memory, by_ucx, by_tcp), strict=True)
+    )
+    return first_taken(wanted, attempts)
+
+
+def _ucx_settings(hub: Hub, exchange: Exchange, needs_rdma: bool) -> Mapping[str, str]:
+    """Collective: what is asked of UCX. If `needs_rdma`, raises UnsupportedError unless all ranks can use it."""
+    try:
+        agreed("UCX can't be used", exchange, ucx.require_rdma)
+        return ucx.SETTINGS["RDMA"]
+    except UnsupportedError:
+        if needs_rdma:
+            raise
+    interface = interface_of(hub.addresses[hub.rank])  # by which the ranks have met
+    devices = {} if interface is None else {"NET_DEVICES": interface}
+    return {**ucx.SETTINGS["TCP"], **devices}
+
+
+def explained() -> list[tuple[str, str]]:
+    """(transport, whether "auto" would take it between this host and others, or what speaks against it)."""
+    reason = refusal(ucx.require_rdma)
+    if reason:
+        return [("ucx", f"not taken by auto: {reason}"), ("tcp", "taken by auto between hosts")]
+    return [("ucx", "taken by auto between hosts"), ("tcp", "taken by auto between hosts where ucx is refused")]
