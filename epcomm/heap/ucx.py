@@ -203,7 +203,7 @@ class Worker:
     def connect(self, address: bytes, on_error: int, argument: int) -> int:
         """An endpoint to another worker; the function at `on_error` is called with `argument` when it breaks."""
         parameters = _EndpointParameters(
-            field_mask=0b1111, address=address, error_mode=_PEER, on_error=on_error, argument=argument
+            field_mask=0b111, address=address, error_mode=_PEER, on_error=on_error, argument=argument
         )
         return self._made(self._library.ucp_ep_create, self._worker, parameters)
 
