@@ -11,7 +11,7 @@ from typing import Any
 
 from epcomm.errors import EpcommError, UnsupportedError
 from epcomm.heap import ucx
-from epcomm.heap.agreement import Exchange, agreed, first_taken, refusal, require_same
+from epcomm.heap.agreement import Exchange, agreed, first_taken, require_same
 from epcomm.hub import Hub
 from epcomm.proxy import NoProxy, Proxy, connect_tcp
 from epcomm.tcp import interface_of
@@ -67,7 +67,7 @@ def _ucx_settings(hub: Hub, exchange: Exchange, needs_rdma: bool) -> Mapping[str
 
 def explained() -> list[tuple[str, str]]:
     """(transport, whether "auto" would take it between this host and others, or what speaks against it)."""
-    reason = refusal(ucx.require_rdma)
+    reason = ucx.refusal_of_rdma()
     if reason:
         return [("ucx", f"not taken by auto: {reason}"), ("tcp", "taken by auto between hosts")]
     return [("ucx", "taken by auto between hosts"), ("tcp", "taken by auto between hosts where ucx is refused")]

@@ -194,7 +194,7 @@ def test_what_is_written_down_is_sent_in_order(end: End) -> None:
     )
     with ThreadPoolExecutor(1) as reader:
         got = reader.submit(end.peer.recv, len(wanted), socket.MSG_WAITALL)
-        write_down(end.proxy._links[1].outbox, records)
+        write_down(end.proxy.outboxes.of_rank[1], records)
         assert got.result(SOON) == wanted
     wait_for(lambda: end.proxy.sent_bytes == 8 * 2000)
 

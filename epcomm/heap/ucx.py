@@ -141,10 +141,19 @@ def _paths() -> Iterator[str]:
 
 def require_rdma() -> None:
     """Raises UnsupportedError with the reason unless UCX can use an RDMA device of this host."""
-    library()
+    if reason := refusal_of_rdma():
+        raise UnsupportedError(reason)
+
+
+def refusal_of_rdma() -> str:
+    """Why UCX can't use an RDMA device of this host; "" if it can."""
     if not _DEVICES.is_dir() or not any(_DEVICES.iterdir()):
-        raise UnsupportedError(f"no RDMA device: nothing is in {_DEVICES}")
-    Worker(SETTINGS["RDMA"]).close()
+        return f"this host has no RDMA device: nothing is in {_DEVICES}"
+    try:
+        Worker(SETTINGS["RDMA"]).close()
+        return ""
+    except UnsupportedError as error:
+        return str(error)
 
 
 def address_of(name: str) -> int:
