@@ -1,7 +1,8 @@
 # make demo    set everything up in .venv, then show expert-parallel traffic between processes, checked and timed
 # make test    set everything up in .venv, then run the tests; make test-all adds the slow ones
-# make test-gpu-link           install NVSHMEM's and NCCL's wheels, then compile kernels with both, to machine code
-# make test-gpu-link-reduced   the same for fewer kernels, for CI
+# make test-gpu-link           install NVSHMEM's, NCCL's and UCX's wheels, then compile kernels with the first two, to
+#                              machine code, and put between hosts by the third
+# make test-gpu-link-reduced   the same with fewer kernels, for CI
 # make test-integrations       what other frameworks do on epcomm: each in .venvs/NAME, with tests/integrations/NAME.txt
 # make bench   the standard measurements, beside gloo and MPI
 # make lint    ruff and mypy
@@ -17,7 +18,7 @@ PYTEST_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-LINK_TESTS := tests/test_gpu_link.py tests/test_gpu_transport.py
+LINK_TESTS := tests/test_gpu_link.py tests/test_gpu_transport.py tests/test_ucx.py
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 # An empty file for each finished step, so that it is done once and again when its inputs change.

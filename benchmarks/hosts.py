@@ -34,7 +34,6 @@ from epcomm import rendezvous
 from epcomm.testing import namespaces
 
 TOPK = 8
-LINK = "link0"  # its name in each namespace
 WORLDS = [0, 1], [0, 0, 1, 1], [0, 1, 2]  # the node of each rank
 SHAPES = (32, 7168), (256, 7168), (1024, 2048)  # tokens, hidden
 SIZES = 1 << 10, 64 << 10, 1 << 20, 16 << 20  # bytes of a collective's larger side
@@ -185,7 +184,7 @@ def measure(comm: Any, steps: dict[str, Callable[[], Any]], check: Callable[[Any
 
 def run_rank(nodes: list[int], rounds: int) -> list[dict]:
     rank = rendezvous.launched_rank.get().rank
-    os.environ["GLOO_SOCKET_IFNAME"] = LINK
+    os.environ["GLOO_SOCKET_IFNAME"] = namespaces.LINK
     torch.set_num_threads(1)
     store = namespaces.open_store(rank)
     dist.init_process_group("gloo", store=dist.PrefixStore("gloo", store), rank=rank, world_size=len(nodes))

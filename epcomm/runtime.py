@@ -285,7 +285,7 @@ class Runtime:
         limit = self.timeout if timeout is None else timeout
         with self._exclusively():
             self.hub.generation = 2 * self.generation + 1  # not to be taken for an exchange that a failure cut short
-            self.hub.barrier(timeout=limit, check=_nothing)  # every rank has left its operations
+            self.hub.barrier(timeout=limit, check=lambda: None)  # every rank has left its operations
             self.generation += 1
             self._proxy.settle(self.generation, limit)
             self.hub.generation = 2 * self.generation
@@ -296,7 +296,7 @@ class Runtime:
             for member in list(self._resettable):
                 member.start_generation(self.generation)
             try:
-                self.hub.barrier(timeout=limit, check=_nothing)  # every rank ignores what was raised before
+                self.hub.barrier(timeout=limit, check=lambda: None)  # every rank ignores what was raised before
             except EpcommError as error:
                 raise self.fail(error) from None
 
@@ -309,7 +309,7 @@ class Runtime:
             if barrier is not None and self.failure is None:
                 barrier()
                 # nobody reads my control region after this; a peer that was faster may have ended already
-                self.hub.barrier(timeout=self.timeout, check=_nothing)
+                self.hub.barrier(timeout=self.timeout, check=lambda: None)
                 is_together = True
         finally:
             self.closed = True
@@ -332,10 +332,6 @@ def _again(error: EpcommError) -> EpcommError:
 def _count(context: Context) -> int:
     """Operations begun in this generation."""
     return int(context.words[control.SEQUENCE]) & ((1 << control.GENERATION_SHIFT) - 1)
-
-
-def _nothing() -> None:
-    return None
 
 
 _live: weakref.WeakSet[Runtime] = weakref.WeakSet()

@@ -62,9 +62,9 @@ class UcxProxy:
         self._close = weakref.finalize(self, self._engine.close, os.getpid())
         self._close.atexit = False
         self._told = np.zeros(len(hosts), dtype=np.int64)  # by rank: its last mark
-        self._add(self._told.ctypes.data, self._told.nbytes, self._told)  # segment 0, as the engine knows
         try:
-            self._agree(lambda: self._settle(timeout))
+            self._add(self._told.ctypes.data, self._told.nbytes, self._told)  # segment 0, as the engine knows
+            self._agree(lambda: self._settle(timeout))  # that all can be reached
         except BaseException:
             self._close()
             raise

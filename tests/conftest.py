@@ -16,7 +16,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--require-networks",
         action="store_true",
-        help="fail, not skip, what needs NCCL's or NVSHMEM's wheels (epcomm[link]) if they aren't installed",
+        help="fail, not skip, what needs NCCL's, NVSHMEM's or UCX's wheels (epcomm[link]) if they aren't installed",
     )
 
 

@@ -93,7 +93,7 @@ def test_memory_of_freed_segments_is_given_back(port: int) -> None:
     def body(comm: epcomm.Communicator) -> list[int]:
         mapped = []
         case = Case(max_tokens=64, hidden=512)
-        for call in range(6):
+        for _ in range(6):
             ep = case.handle(comm)
             for number in range(3):
                 round_trip(ep, Step(case, comm.size, number))
@@ -152,6 +152,7 @@ def test_killed_rank(hosts: list[int], port: int) -> None:
             comm = epcomm.init(store=store, rank=rank, world_size=len(hosts), timeout=20.0, transport="ucx")
         works(comm)
         if rank == victim:
+            time.sleep(0.2)  # what it has written down is sent
             os.kill(os.getpid(), signal.SIGKILL)
         began = time.monotonic()
         lost = raised_by(lambda: [comm.allreduce(torch.ones(900_000)) for _ in range(1000)])
@@ -178,6 +179,8 @@ def test_hosts_in_namespaces() -> None:
     hosts = [0, 1, 1, 2]
 
     def body() -> str:
+        if namespaces.LINK not in os.listdir("/sys/class/net"):
+            return "not shown"
         rank = rendezvous.launched_rank.get().rank
         store = namespaces.open_store(rank)
         comm = epcomm.init(store=store, rank=rank, world_size=len(hosts), timeout=30.0, transport="ucx")
@@ -186,4 +189,7 @@ def test_hosts_in_namespaces() -> None:
             run_cases(comm, list(in_all_kinds(traffic_cases()[::9])))
             return comm.transport
 
-    assert namespaces.rank_outcomes_on_hosts(body, hosts) == ["ucx"] * 4
+    outcomes = namespaces.rank_outcomes_on_hosts(body, hosts)
+    if outcomes == ["not shown"] * 4:
+        pytest.skip("network namespaces: /sys can't be mounted, where UCX looks for interfaces")
+    assert outcomes == ["ucx"] * 4

@@ -18,7 +18,7 @@ from typing import Any
 
 from epcomm.errors import TimeoutError, UnsupportedError
 
-_API = 1, 17
+_OLDEST = 1, 19  # whose fences can keep the order at each endpoint
 _RMA, _WAKEUP = 1 << 1, 1 << 4  # features
 _MULTI = 2  # UCS_THREAD_MODE_MULTI: the host sets up while the engine's thread runs
 _PEER = 1  # UCP_ERR_HANDLING_MODE_PEER
@@ -28,9 +28,8 @@ _FORCE = 1  # UCP_EP_CLOSE_FLAG_FORCE
 #: where RDMA devices show
 _DEVICES = Path("/sys/class/infiniband")
 
-#: fences keep the order at each endpoint, without a wait; memory that isn't relaxed in its order needs no other key
-_COMMON = {"FENCE_MODE": "ep_based"}
-#: by what is asked of UCX; over TCP all puts are messages that are copied once they are complete, words among them
+_COMMON = {"FENCE_MODE": "ep_based"}  # the order at each endpoint is kept without a wait for all of them
+#: by what is asked of UCX. Over TCP puts are messages that are copied once they are complete: no word comes in pieces
 SETTINGS: dict[str, Mapping[str, str]] = {
     "RDMA": {**_COMMON, "TLS": "ib"},
     "TCP": {**_COMMON, "TLS": "tcp", "TCP_PUT_ENABLE": "n"},
@@ -79,6 +78,7 @@ class RequestParameters(ctypes.Structure):
 _P, _OUT, _OUT_SIZE = ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_size_t)
 _STATUS, _REQUEST = ctypes.c_int8, ctypes.c_int64
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
+    "ucp_get_version": (None, [ctypes.POINTER(ctypes.c_uint)] * 3),
     "ucp_config_read": (_STATUS, [ctypes.c_char_p, ctypes.c_char_p, _OUT]),
     "ucp_config_modify": (_STATUS, [_P, ctypes.c_char_p, ctypes.c_char_p]),
     "ucp_config_release": (None, [_P]),
@@ -115,7 +115,7 @@ HOT = {
 
 @functools.cache
 def library() -> Any:
-    """UCX's library: of NIXL's wheel, of the system or of libucx's wheel. Raises UnsupportedError if there is none."""
+    """UCX's library, that of NIXL's wheel, of the system or of libucx's wheel. Raises UnsupportedError if none fits."""
     problems = []
     for path in _paths():
         try:
@@ -123,9 +123,15 @@ def library() -> Any:
             for name, (result, arguments) in _FUNCTIONS.items():
                 function = getattr(loaded, name)
                 function.restype, function.argtypes = result, arguments
-            return loaded
         except (OSError, AttributeError) as error:
             problems.append(str(error))
+            continue
+        version = [ctypes.c_uint() for _ in range(3)]
+        loaded.ucp_get_version(*version)
+        found = tuple(number.value for number in version)
+        if found >= _OLDEST:
+            return loaded
+        problems.append(f"{path} is of release {'.'.join(map(str, found))}, wanted {'.'.join(map(str, _OLDEST))}")
     raise UnsupportedError(f"UCX's library is missing: pip install 'epcomm[ucx]' ({'; '.join(problems)})")
 
 
@@ -191,7 +197,7 @@ class Worker:
                 _require(ucx.ucp_config_modify(config, name.encode(), value.encode()), f"UCX's setting {name}={value}")
             wanted = _Parameters(field_mask=1 | 1 << 5, features=_RMA | _WAKEUP, mt_workers_shared=1)
             what = f"UCX with {', '.join(f'{name}={value}' for name, value in settings.items())}"
-            _require(ucx.ucp_init_version(*_API, wanted, config, context), what)
+            _require(ucx.ucp_init_version(*_OLDEST, wanted, config, context), what)
         finally:
             ucx.ucp_config_release(config)
         self._context = context

@@ -15,6 +15,7 @@ from typing import Any
 from epcomm.testing.ranks import Pool, outcomes_or_errors
 
 _PORT = 29500  # nobody else is in the namespaces
+LINK = "link0"  # the name of a host's interface
 _TOOLS = ("ip", "tc", "unshare", "nsenter")
 
 
@@ -43,6 +44,11 @@ class Network:
         user = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
         return ["nsenter", "--target", str(self._keepers[host].pid), *user, "--net", "--"]
 
+    def enter_with_devices(self, host: int) -> list[str]:
+        """As `enter`, and /sys shows the host's interfaces, if this machine allows that: libraries look there."""
+        script = 'mount -t sysfs sysfs /sys 2> /dev/null; exec "$@"'
+        return [*self.enter(host), "unshare", "--mount", "--", "sh", "-c", script, "sh"]
+
     def close(self) -> None:
         for keeper in self._keepers:
             keeper.kill()
@@ -68,10 +74,10 @@ class Network:
         peer = self._keepers[switch].pid
         shaped = f"root tbf rate {rate} burst 128kb latency 50ms"
         self._run(host, "ip link set lo up")
-        self._run(host, f"ip link add name link0 type veth peer name port{host} netns {peer}")
-        self._run(host, f"ip address add {self.address(host)}/24 dev link0")
-        self._run(host, "ip link set link0 up")
-        self._run(host, f"tc qdisc add dev link0 {shaped}")
+        self._run(host, f"ip link add name {LINK} type veth peer name port{host} netns {peer}")
+        self._run(host, f"ip address add {self.address(host)}/24 dev {LINK}")
+        self._run(host, f"ip link set {LINK} up")
+        self._run(host, f"tc qdisc add dev {LINK} {shaped}")
         self._run(switch, f"ip link set port{host} master switch up")
         self._run(switch, f"tc qdisc add dev port{host} {shaped}")
 
@@ -113,7 +119,7 @@ def rank_outcomes_on_hosts(
 ) -> list[Any]:
     """Like `testing.ranks.rank_outcomes`, each rank on its host; they meet by `open_store`."""
     with network(max(node_of_rank) + 1, rate) as hosts:
-        pool = Pool([hosts.enter(node) for node in node_of_rank])
+        pool = Pool([hosts.enter_with_devices(node) for node in node_of_rank])
         try:
             return outcomes_or_errors(pool, fn, len(node_of_rank), args, timeout=timeout, expendable=expendable)
         finally:
