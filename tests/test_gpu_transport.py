@@ -165,7 +165,7 @@ def test_transport_is_known() -> None:
     wanted = "wanted one of 'auto', 'peer_memory', 'nvshmem', 'gin', got 'infiniband'"
     with pytest.raises(ConfigError, match=wanted):
         epcomm.init(device="cuda", transport="infiniband")
-    with pytest.raises(ConfigError, match="wanted one of 'auto', 'shared_memory', got 'gin'"):
+    with pytest.raises(ConfigError, match="wanted one of 'auto', 'shared_memory', 'ucx', 'tcp', got 'gin'"):
         epcomm.init(transport="gin")
 
 
