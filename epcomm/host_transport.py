@@ -60,9 +60,19 @@ def _ucx_settings(hub: Hub, exchange: Exchange, needs_rdma: bool) -> Mapping[str
     except UnsupportedError:
         if needs_rdma:
             raise
-    interface = interface_of(hub.addresses[hub.rank])  # by which the ranks have met
-    devices = {} if interface is None else {"NET_DEVICES": interface}
-    return {**ucx.SETTINGS["TCP"], **devices}
+    return {**ucx.SETTINGS["TCP"], **_devices(hub.addresses[hub.rank], exchange)}
+
+
+def _devices(address: str, exchange: Exchange) -> dict[str, str]:
+    """Collective: UCX's setting of the interface that has this rank's address, by which the ranks have met.
+
+    UCX doesn't connect a loopback interface with any other, so that it is taken by all ranks or by none.
+    """
+    kinds = exchange(b"loopback" if address.startswith("127.") else b"")
+    if address.startswith("127.") and b"" in kinds:
+        return {"NET_DEVICES": "^lo"}
+    interface = interface_of(address)
+    return {} if interface is None else {"NET_DEVICES": interface}
 
 
 def explained() -> list[tuple[str, str]]:

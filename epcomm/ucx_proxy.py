@@ -57,6 +57,7 @@ class UcxProxy:
         except BaseException:
             worker.close()
             raise
+        self._engine.start()
         self.outboxes = self._engine.outboxes
         self.address = self.outboxes.address
         self._close = weakref.finalize(self, self._engine.close, os.getpid())
@@ -131,9 +132,7 @@ class _Engine:
         self._for_bytes: dict[int, ucx.RequestParameters] = {}  # by number
         self._sources = np.zeros(_MOST_SEGMENTS, dtype=np.int64)
         self._places = np.zeros((len(addresses), _MOST_SEGMENTS, layout.PLACE_WORDS), dtype=np.int64)
-        self._events = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._sleeper = np.zeros(network.SLEEPER_WORDS, dtype=np.int64)
-        self._sleeper[[network.EVENTS, network.ONE]] = self._events, 1
         self.peers = np.zeros((len(addresses), layout.PEER_WORDS), dtype=np.int64)
         for peer, places, each in zip(self.peers, self._places, self._ranks):
             endpoint = worker.connect(addresses[each], layout.endpoint_failed.address, peer.ctypes.data)
@@ -143,6 +142,14 @@ class _Engine:
         self._words = self._new_words(rank)
         run = layout.load_run_ucx_engine()
         self._thread = threading.Thread(target=run, args=(self._words.ctypes.data,), name="epcomm-ucx", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread: from now on there is something to `close`."""
+        self._events = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._sleeper[[network.EVENTS, network.ONE]] = self._events, 1
+        self._words[layout.DESCRIPTORS : layout.DESCRIPTORS + 2] = [
+            select.POLLIN << 32 | descriptor for descriptor in (self._worker.descriptor, self._events)
+        ]
         self._thread.start()
 
     def _new_words(self, rank: int) -> np.ndarray:
@@ -153,8 +160,6 @@ class _Engine:
         words[layout.SOURCES], words[layout.SLEEPER] = self._sources.ctypes.data, self._sleeper.ctypes.data
         words[layout.PEERS], words[layout.NUM_PEERS] = self.peers.ctypes.data, len(self.peers)
         words[layout.MARK_OFFSET] = 8 * rank
-        for index, descriptor in enumerate((self._worker.descriptor, self._events)):
-            words[layout.DESCRIPTORS + index] = select.POLLIN << 32 | descriptor
         return words
 
     def is_broken(self, rank: int) -> bool:

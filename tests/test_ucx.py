@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from collective_cases import payload, same_bits
 from ep_cases import Case, Step, in_all_kinds, round_trip, run_cases
 from failure_cases import SOON, raised_by, works
@@ -27,7 +28,7 @@ from epcomm.heap import ucx
 from epcomm.testing import namespaces
 from epcomm.testing.adversary import delay_operations
 from epcomm.testing.hosts import pretend_hosts
-from epcomm.testing.ranks import rank_outcomes
+from epcomm.testing.ranks import rank_outcomes, run_ranks
 
 WORLDS = {"1+1": [0, 1], "2+2": [0, 0, 1, 1], "1+1+1": [0, 1, 2]}
 EVERY_WORLD = pytest.mark.parametrize("hosts", WORLDS.values(), ids=WORLDS)
@@ -41,6 +42,13 @@ def installed(request: pytest.FixtureRequest) -> None:
         if request.config.getoption("--require-networks"):
             pytest.fail(f"{error}; epcomm[link] is required")
         pytest.skip(f"{error}; make test-gpu-link installs it")
+
+
+def join(port: int, hosts: list[int]) -> epcomm.Communicator:
+    rank = rendezvous.launched_rank.get().rank
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    with pretend_hosts(hosts):
+        return epcomm.init(store=store, rank=rank, world_size=len(hosts), timeout=20.0, transport="ucx")
 
 
 @EVERY_WORLD
@@ -110,6 +118,30 @@ def test_memory_of_freed_segments_is_given_back(port: int) -> None:
 # ---- what goes wrong
 
 
+def test_a_rank_that_cannot_connect(port: int) -> None:
+    """All ranks are told; those that could leave nothing behind that disturbs the next communicator."""
+
+    def cannot(*_: object) -> int:
+        raise UnsupportedError("no way there")
+
+    def body() -> list[str]:
+        connect, rank = ucx.Worker.connect, rendezvous.launched_rank.get().rank
+        texts = []
+        for _ in range(3):
+            if rank == 1:
+                ucx.Worker.connect = cannot  # type: ignore[method-assign]
+            try:
+                texts.append(raised_by(join, port, WORLDS["1+1+1"]).text)
+            finally:
+                ucx.Worker.connect = connect  # type: ignore[method-assign]
+        with join(port, WORLDS["1+1+1"]) as comm:
+            works(comm)
+        return texts
+
+    for texts in run_ranks(body, 3):
+        assert all("rank 1: no way there" in text for text in texts), texts
+
+
 @EVERY_WORLD
 def test_reset(hosts: list[int], port: int) -> None:
     on_hosts(hosts, port, run_after_reset, Case(max_tokens=64, hidden=512), transport="ucx")
@@ -144,14 +176,9 @@ def test_killed_rank(hosts: list[int], port: int) -> None:
     victim = len(hosts) - 1
 
     def body() -> Any:
-        from torch.distributed import TCPStore
-
-        rank = rendezvous.launched_rank.get().rank
-        store = TCPStore("127.0.0.1", port, is_master=False)
-        with pretend_hosts(hosts):
-            comm = epcomm.init(store=store, rank=rank, world_size=len(hosts), timeout=20.0, transport="ucx")
+        comm = join(port, hosts)
         works(comm)
-        if rank == victim:
+        if comm.rank == victim:
             time.sleep(0.2)  # what it has written down is sent
             os.kill(os.getpid(), signal.SIGKILL)
         began = time.monotonic()
