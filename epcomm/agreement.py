@@ -44,7 +44,7 @@ def agree(hub: Hub, own: Terms, timeout: float) -> int:
 
 
 def check_topology(topology: Topology, nodes: Sequence[int]) -> None:
-    """ConfigError unless the topology has as many ranks as there are, each machine those of a node (`nodes`: by rank)."""
+    """ConfigError unless the topology has as many ranks as there are, and machines for nodes; `nodes` is by rank."""
     if topology.num_ranks != len(nodes):
         got = f"one of {topology.num_ranks}, {topology.name}"
         raise ConfigError(f"init: argument `topology`: wanted a machine of {len(nodes)} ranks, got {got}")

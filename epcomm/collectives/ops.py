@@ -45,9 +45,12 @@ class Reductions(Calls):
         binder, machine = self._binder, self._binder.machine
         if algorithm != "auto" or machine is None or binder.spans_hosts or x.nbytes == 0:
             return algorithm
-        check_op(where, x.dtype, op)
-        key = ("auto", x.nbytes, x.dtype, op)
-        return binder.cached(key, lambda: chosen_on(machine, x.nbytes, x.dtype, op, binder.num_channels))
+
+        def choose() -> str | Plan:
+            check_op(where, x.dtype, op)
+            return chosen_on(machine, x.nbytes, x.dtype, op, binder.num_channels)
+
+        return binder.cached(("auto", x.nbytes, x.dtype, op), choose)
 
     @rejecting
     def allreduce(self, x: torch.Tensor, op: str, out: torch.Tensor | None, algorithm: str | Plan, async_op: bool,

@@ -93,6 +93,10 @@ class Candidate:
         return self.protocol == KERNEL
 
     @property
+    def has_price(self) -> bool:
+        return self.microseconds < math.inf
+
+    @property
     def runs(self) -> bool:
         """Whether that is there: of plans, executors have some protocols, and don't widen partial sums."""
         return self.is_kernel or self.protocol in EXECUTED and not self.wide_sums
