@@ -15,7 +15,7 @@ from epcomm.cli import app
 from epcomm.collectives.cost.choice import Candidate, Request, candidates, choose
 from epcomm.collectives.cost.machines import Machine, find_machine
 from epcomm.collectives.cost.protocols import CPU_COSTS, PROTOCOLS, costs_of
-from epcomm.collectives.cost.schedules import ALLREDUCE
+from epcomm.collectives.cost.schedules import algorithms_of
 from epcomm.collectives.plan.verify import verify
 from epcomm.errors import ConfigError, UnsupportedError
 from epcomm.explain.drawings import check_path
@@ -41,7 +41,7 @@ def test_small_tensors_get_few_steps_and_large_ones_few_bytes():
     assert (large.algorithm, large.protocol) == ("ring", "simple") and large.channels > 1
     assert chosen(1024, "dgx1_v100").algorithm == "recursive_doubling"  # where not all are neighbours
     assert chosen(256 * MIB, "dgx_h100", 16).algorithm == "hierarchical"  # the network carries an eighth of it
-    assert chosen(1024, "ring").algorithm == "ring"  # ranks that forward are the only way
+    assert chosen(1024, "ring").algorithm.endswith("ring")  # ranks that forward are the only way
 
 
 def test_prices_grow_with_bytes_and_the_best_is_chosen():
@@ -53,7 +53,7 @@ def test_prices_grow_with_bytes_and_the_best_is_chosen():
         assert prices == sorted(prices) and prices[0] > before
         assert choose(request) == found[0]
         assert {(each.algorithm, each.protocol) for each in found} == {
-            (name, protocol) for name in ALLREDUCE if name != "hierarchical" for protocol in PROTOCOLS
+            (name, protocol) for name in algorithms_of("allreduce") if name != "hierarchical" for protocol in PROTOCOLS
         }
         before = prices[0]
 

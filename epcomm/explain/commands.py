@@ -11,7 +11,7 @@ from rich.console import Console
 from epcomm.collectives.cost.choice import DTYPES, Request
 from epcomm.collectives.cost.machines import MOST_BUILT, find_machine
 from epcomm.collectives.cost.protocols import PROTOCOLS
-from epcomm.collectives.cost.schedules import ALLREDUCE
+from epcomm.collectives.cost.schedules import SCHEDULES
 from epcomm.errors import EpcommError
 from epcomm.explain.drawings import check_path, draw_placement, draw_schedule
 from epcomm.explain.explanation import MOST_SIMULATED, Explanation, explain
@@ -41,7 +41,7 @@ def allreduce_command(
     num_bytes: int = typer.Option(1 << 20, "--bytes", help="bytes per rank"),
     topology: str = _TOPOLOGY,
     dtype: str = typer.Option("float32", help=" | ".join(DTYPES)),
-    algorithm: str = typer.Option("auto", help=f"auto | {' | '.join(ALLREDUCE)}"),
+    algorithm: str = typer.Option("auto", help=f"auto | {' | '.join(SCHEDULES)}"),
     protocol: str = typer.Option("auto", help=f"auto | {' | '.join(PROTOCOLS)}"),
     trace: Path | None = _TRACE,
     draw: Path | None = _DRAW,

@@ -1,4 +1,4 @@
-"""Which plan does an allreduce best: algorithm, protocol, channels and pieces, by the price of each.
+"""Which plan does a collective best: algorithm, protocol, channels and pieces, by the price of each.
 
 The price is that of the algorithm's rounds (`schedules`) on the machine's links at the protocol's costs; no plan is
 made. It is a function of its arguments alone, so all ranks choose the same.
@@ -7,7 +7,7 @@ made. It is a function of its arguments alone, so all ranks choose the same.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 from epcomm.collectives.algorithms import ALGORITHMS
 from epcomm.collectives.cost.machines import Machine
 from epcomm.collectives.cost.protocols import PROTOCOLS, costs_of
-from epcomm.collectives.cost.schedules import ALLREDUCE
-from epcomm.collectives.plan import Plan
+from epcomm.collectives.cost.schedules import SCHEDULES, algorithms_of
+from epcomm.collectives.cost.world import World
+from epcomm.collectives.plan import Collective, Plan
+from epcomm.collectives.plan.conditions import ROOTED
 from epcomm.errors import ConfigError
 from epcomm.simulation.costs import Costs
 from epcomm.simulation.rounds import Schedule
@@ -37,13 +39,20 @@ _HALVES = ("bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Request:
-    """An allreduce of `num_bytes` of a dtype on each of a machine's ranks."""
+    """A collective among a machine's ranks, with `num_bytes` of a dtype in its unit (see `Collective`): the whole
+    tensor of an allreduce, broadcast or reduce, a rank's block of the others. ConfigError if there is none such.
+    """
 
     num_bytes: int
     machine: Machine
     dtype: str = "float32"
+    kind: str = "allreduce"
+    root: int = 0
 
     def __post_init__(self) -> None:
+        if self.root and self.kind not in ROOTED:
+            raise ConfigError(f"argument `root`: {self.kind} has none, got {self.root!r}")
+        Collective(self.kind, self.num_ranks, 1, self.root)
         if self.dtype not in DTYPES:
             raise ConfigError(f"argument `dtype`: wanted one of {', '.join(DTYPES)}, got {self.dtype!r}")
         size = DTYPES[self.dtype]
@@ -56,9 +65,19 @@ class Request:
         return self.machine.num_ranks
 
     @property
+    def collective(self) -> Collective:
+        """What is wanted, with its unit as one chunk."""
+        return Collective(self.kind, self.num_ranks, 1, self.root)
+
+    @property
+    def world(self) -> World:
+        """Its ranks as schedules see them."""
+        return replace(self.machine.world, root=self.root)
+
+    @property
     def is_half(self) -> bool:
-        """Are its sums of 16 bits, to be rounded once?"""
-        return self.dtype in _HALVES
+        """Does it sum in 16 bits, to be rounded once?"""
+        return self.dtype in _HALVES and self.collective.is_reduction
 
 
 @dataclass(frozen=True)
@@ -83,22 +102,20 @@ class Candidate:
 
     @cached_property
     def plan(self) -> Plan:
-        return ALGORITHMS[self.algorithm].plan(
-            "allreduce", self.request.num_ranks, channels=self.channels, pieces=self.pieces, **self._options
-        )
+        return self._plan(channels=self.channels, pieces=self.pieces)
 
-    @property
-    def _options(self) -> dict[str, Any]:
-        world = self.request.machine.world
-        given = {"order": world.order, "ranks_per_node": world.ranks_per_node}
-        return {name: value for name, value in given.items() if name in ALGORITHMS[self.algorithm].options}
+    def _plan(self, **options: int) -> Plan:
+        request, algorithm = self.request, ALGORITHMS[self.algorithm]
+        known = {"order": request.world.order, "ranks_per_node": request.world.ranks_per_node}
+        given: dict[str, Any] = {name: value for name, value in known.items() if name in algorithm.options}
+        return algorithm.plan(request.kind, request.num_ranks, root=request.root, **options, **given)
 
     @cached_property
     def roundings(self) -> int:
         """How often a result is rounded: as often as the algorithm's plan sums, or once if partial sums are wide."""
         from epcomm.collectives.plan.verify import verify  # loads Numba, as the simulation does
 
-        sums = verify(ALGORITHMS[self.algorithm].plan("allreduce", self.request.num_ranks, **self._options)).roundings
+        sums = verify(self._plan()).roundings
         return min(sums, 1) if self.wide_sums else sums
 
     @property
@@ -116,21 +133,21 @@ class Candidate:
 
 
 def candidates(
-    request: Request, *, algorithms: Sequence[str] = tuple(ALLREDUCE), protocols: Sequence[str] | None = None
+    request: Request, *, algorithms: Sequence[str] | None = None, protocols: Sequence[str] | None = None
 ) -> list[Candidate]:
     """The best candidate of each algorithm and protocol, cheapest first; of 16-bit sums with partial sums of either
     width.
 
     Algorithms that can't serve so many ranks are left out; ConfigError if none can, or for names that aren't known.
     """
-    for name in algorithms:
-        if name not in ALLREDUCE:
-            raise ConfigError(f"argument `algorithm`: wanted one of auto, {', '.join(ALLREDUCE)}, got {name!r}")
+    known = algorithms_of(request.kind)
     found: list[Candidate] = []
     problems = []
-    for name in algorithms:
+    for name in known if algorithms is None else algorithms:
+        if name not in known:
+            raise ConfigError(f"argument `algorithm`: wanted one of auto, {', '.join(known)}, got {name!r}")
         try:
-            schedule = Schedule(ALLREDUCE[name](request.machine.world), request.machine.pricing_network)
+            schedule = Schedule(SCHEDULES[name][request.kind](request.world), request.machine.pricing_network)
         except ConfigError as error:  # so many ranks are not what it is for, or no links join those that talk
             problems.append(f"{name}: {error}")
             continue
