@@ -85,7 +85,7 @@ def test_rounds_are_close_to_events(name, kind):
                 assert least < ratio(name, kind, world, network(preset, num_ranks), num_bytes, costs) < 1.4
 
 
-@pytest.mark.parametrize("name", ["ring", "bidirectional_ring", "two_shot", "double_binary_tree", "pat"])
+@pytest.mark.parametrize("name", ["ring", "bidirectional_ring", "one_shot", "two_shot", "double_binary_tree", "direct"])
 def test_channels_and_pieces_pay_off_as_in_events(name):
     net, world = network("full_mesh", 8), World(8, 8)
     for kind in SCHEDULES[name]:
@@ -96,18 +96,26 @@ def test_channels_and_pieces_pay_off_as_in_events(name):
             assert 0.6 < schedule.times(10**6, COSTS, channels=channels, pieces=pieces).max() / events < 1.5
 
 
-@pytest.mark.parametrize("name, kind", PAIRS)
-def test_one_rank_has_nothing_to_send(name, kind):
-    try:
-        rounds = SCHEDULES[name][kind](World(1, 1))
-    except ConfigError as error:
-        assert "wanted several nodes" in str(error)
+def test_channels_use_links_side_by_side():
+    # Two programs of a rank queue at the link to the first peer, then keep two links busy.
+    net, costs = network("full_mesh", 8), Costs()
+    schedule = Schedule(SCHEDULES["direct"]["alltoall"](World(8, 8)), net)
+    for channels, slots in ((1, 7.0), (2, 4.0), (7, 13 / 7)):
+        plan = ALGORITHMS["direct"].plan("alltoall", 8, channels=channels)
+        found = schedule.times(10**7, costs, channels=channels).max()
+        assert found == pytest.approx(simulate(plan, 10**7, net, costs).makespan, rel=0.15)
+        assert found == pytest.approx(slots * 1000 + 0.5)
+
+
+@pytest.mark.parametrize("name, kind", [pair for pair in PAIRS if pair[1] in ("allgather", "broadcast", "alltoall")])
+def test_one_rank_copies(name, kind):
+    if name in ("hierarchical", "two_level"):
+        with pytest.raises(ConfigError, match="wanted several nodes, got one"):
+            SCHEDULES[name][kind](World(1, 1))
         return
-    net = network("full_mesh", 1)
-    plan = ALGORITHMS[name].plan(kind, 1)
-    assert Schedule(rounds, net).times(10**6, COSTS).max() == pytest.approx(
-        simulate(plan, 10**6, net, COSTS).makespan
-    ) or kind in ("allreduce", "reduce", "reduce_scatter")  # whose copy is no sum
+    rounds = Schedule(SCHEDULES[name][kind](World(1, 1)), network("full_mesh", 1)).times(10**6, COSTS).max()
+    events = simulate(ALGORITHMS[name].plan(kind, 1), 10**6, network("full_mesh", 1), COSTS).makespan
+    assert rounds == pytest.approx(events, rel=1e-3)
 
 
 def test_worlds_that_are_too_large():

@@ -13,9 +13,9 @@ from epcomm.collectives.algorithms import ALGORITHMS
 from epcomm.collectives.cost.schedules import SCHEDULES
 from epcomm.collectives.cost.world import World
 from epcomm.collectives.language import Trace, chunk
-from epcomm.collectives.plan import Collective, Dependency, Location, Op, Plan, Program, Step
+from epcomm.collectives.plan import COLLECTIVES, Collective, Dependency, Location, Op, Plan, Program, Step
 from epcomm.errors import ConfigError, PlanError
-from epcomm.simulation.bounds import allreduce_bound
+from epcomm.simulation.bounds import crossing, cut_bound
 from epcomm.simulation.costs import Costs
 from epcomm.simulation.events import simulate
 from epcomm.simulation.network import Cluster, RoutedNetwork
@@ -261,21 +261,45 @@ def test_the_trace_is_valid_and_its_flows_begin_and_end():
     assert lanes == {(event["pid"], event["tid"]) for event in slices}
 
 
-def test_no_plan_beats_the_bound():
+@pytest.mark.parametrize("kind", COLLECTIVES)
+def test_no_plan_beats_the_bound(kind):
     singly = [[rank] for rank in range(8)]
     nets = {
         "mesh": (mesh(8), 7 * RATE), "dgx": (RoutedNetwork(PRESETS["dgx_h100"](1)), 450.0),
-        "dgx1": (RoutedNetwork(PRESETS["dgx1_v100"](1)), 6 * 25.0 + 10.0),  # NVLinks, and PCIe as far as sockets let it
+        "dgx1": (RoutedNetwork(PRESETS["dgx1_v100"](1)), None),
     }  # fmt: skip
-    for net, outgoing in nets.values():
-        bound = allreduce_bound(net, 10**8, [singly])
-        assert bound == pytest.approx(2 * 7 / 8 * 10**8 / outgoing / 1e3)
-        for name in ("ring", "two_shot", "halving_doubling"):
-            assert simulate(ALGORITHMS[name].plan("allreduce", 8), 10**8, net).makespan > bound
-    two = RoutedNetwork(PRESETS["dgx_h100"](2))
-    nodes = allreduce_bound(two, 10**8, [[range(8), range(8, 16)]])
-    assert nodes == pytest.approx(10**8 / 400 / 1e3)  # each takes in all that the other adds up, by eight NICs
-    assert allreduce_bound(two, 10**8, [[[rank] for rank in range(16)], [range(8), range(8, 16)]]) > nodes
+    units = {"allreduce": 2 * 7 / 8, "broadcast": 1, "reduce": 1, "allgather": 7, "reduce_scatter": 7, "alltoall": 7}
+    for net, rate in nets.values():
+        bound = cut_bound(net, Collective(kind, 8, 1), 10**7, [singly])
+        assert rate is None or bound == pytest.approx(units[kind] * 10**7 / rate / 1e3)
+        for name, algorithm in ALGORITHMS.items():
+            if kind in algorithm.forms:
+                assert simulate(algorithm.plan(kind, 8, channels=2), 10**7, net).makespan > bound, name
+
+
+def test_bounds_between_nodes():
+    two, nodes = RoutedNetwork(PRESETS["dgx_h100"](2)), [range(8), range(8, 16)]
+    # what each node has to take in or to send by eight NICs, in units
+    units = {"allreduce": 1, "broadcast": 1, "reduce": 1, "allgather": 8, "reduce_scatter": 8, "alltoall": 64}
+    for kind, number in units.items():
+        bound = cut_bound(two, Collective(kind, 16, 1, 0), 10**8, [nodes])
+        assert bound == pytest.approx(number * 10**8 / 400 / 1e3)
+        assert cut_bound(two, Collective(kind, 16, 1), 10**8, [[[rank] for rank in range(16)], nodes]) >= bound
+    one_nic = RoutedNetwork(PRESETS["ndv2"](2))
+    for root in (0, 15):
+        bound = cut_bound(one_nic, Collective("reduce", 16, 1, root), 10**8, [nodes])
+        assert bound == pytest.approx(10**8 / 12.5 / 1e3)
+
+
+def test_what_crosses_between_groups():
+    groups = [[0, 1, 2], [3], [4, 5]]
+    found = crossing(Collective("allgather", 6, 1), groups)
+    assert (found.leaves.tolist(), found.enters.tolist(), found.total) == ([3, 1, 2], [3, 5, 4], 12)
+    found = crossing(Collective("reduce", 6, 1, 4), groups)
+    assert (found.leaves.tolist(), found.enters.tolist(), found.total) == ([1, 1, 0], [0, 0, 1], 2)
+    assert crossing(Collective("alltoall", 6, 1), groups).total == 3 * 3 + 1 * 5 + 2 * 4
+    assert crossing(Collective("allreduce", 6, 1), groups).total == 4
+    assert crossing(Collective("allreduce", 6, 1), [range(6)]).total == 0
 
 
 def test_what_cannot_be_simulated_is_refused():

@@ -75,16 +75,19 @@ class _Work:
 
 
 class Schedule:
-    """Rounds on a network: the messages' ways are found once, for any number of bytes."""
+    """Rounds on a network: the messages' ways are found once, for any number of bytes.
 
-    def __init__(self, rounds: Sequence[Round | Copy], network: Network):
+    `one_program`: a rank's programs take turns, on a core that runs them all.
+    """
+
+    def __init__(self, rounds: Sequence[Round | Copy], network: Network, *, one_program: bool = False):
         self.rounds, self.network = rounds, network
         self._routes = {
             number: network.routes(each.src, each.dst)
             for number, each in enumerate(rounds) if isinstance(each, Round)
         }  # fmt: skip
         lanes = [each.lane for each in rounds if isinstance(each, Round) and each.lane is not None]
-        self._num_lanes = 1 + max((int(lane.max()) for lane in lanes), default=0)
+        self._num_lanes = 1 if one_program else 1 + max((int(lane.max()) for lane in lanes), default=0)
 
     def times(
         self,
@@ -120,7 +123,7 @@ class Schedule:
             busy += each.repeat * (work.sending + work.receiving)
             last = work.last
         busiest_link = busy_links.max(initial=0.0)
-        more = (pieces - 1) * max(busiest_link, busy.max(initial=0.0))
+        more = (pieces - 1) * max(busiest_link, (busy + last).max())
         return np.maximum(self._of_ranks(time + last), costs.launch + busiest_link) + more
 
     def _of_ranks(self, time: np.ndarray) -> np.ndarray:
@@ -130,21 +133,29 @@ class Schedule:
     def _work(self, number: int, round: Round, num_bytes: float, costs: Costs, channels: int) -> _Work:
         """Of a round whose messages have so many bytes."""
         routes, ranks, size = self._routes[number], self.network.num_ranks, self._num_lanes * self.network.num_ranks
-        first = 0 if round.lane is None else round.lane * ranks
+        first = 0 if round.lane is None or self._num_lanes == 1 else round.lane * ranks
         src, dst = first + round.src, first + round.dst
         rates = self.network.bandwidth * BYTES_PER_MICROSECOND * costs.efficiency
         used = routes.paths != NO_LINK
         link_time = np.bincount(routes.paths[used], minlength=len(rates)) * num_bytes / rates
         moving, overhead = costs.moving(num_bytes) / channels, costs.step * round.parts
-        alone = np.maximum(num_bytes / rates[routes.paths[:, 0]], moving) + overhead
-        sending = np.bincount(src, alone, minlength=size)
+        whole = num_bytes / rates[routes.paths[:, 0]]  # of all channels' parts, which queue at the first link of all
+        alone = np.maximum(whole / channels, moving) + overhead
+        sending = np.bincount(src, alone, minlength=size) + _most(src, whole + overhead - alone, size)
         shared = np.where(used, link_time[routes.paths], 0.0).max(axis=1) + overhead
         transfer = np.maximum(shared, sending[src])
-        np.maximum.at(sending, src, transfer)
+        sending = np.maximum(sending, _most(src, transfer, size))
         num_received = np.bincount(dst, minlength=size)
         forwarded = np.minimum(num_received, 1) * round.forwards
         receiving, last = (count * (overhead + moving) for count in (num_received - forwarded, forwarded))
         return _Work(src, dst, round.repeat, transfer, routes.latencies(costs), sending, receiving, last, link_time)
+
+
+def _most(programs: np.ndarray, times: np.ndarray, size: int) -> np.ndarray:
+    """The longest time of each program, 0 of those without."""
+    longest = np.zeros(size)
+    np.maximum.at(longest, programs, times)
+    return longest
 
 
 def _repeated(time: np.ndarray, work: _Work) -> np.ndarray:

@@ -147,7 +147,7 @@ def candidates(
         if name not in known:
             raise ConfigError(f"argument `algorithm`: wanted one of auto, {', '.join(known)}, got {name!r}")
         try:
-            schedule = Schedule(SCHEDULES[name][request.kind](request.world), request.machine.pricing_network)
+            schedule = _schedule(request, name)
         except ConfigError as error:  # so many ranks are not what it is for, or no links join those that talk
             problems.append(f"{name}: {error}")
             continue
@@ -166,6 +166,12 @@ def choose(request: Request, **limits: Sequence[str]) -> Candidate:
 def allowed(request: Request, found: Iterable[Candidate]) -> Iterator[Candidate]:
     """Those that `auto` may pick."""
     return (each for each in found if each.rounds_once or not request.is_half)
+
+
+def _schedule(request: Request, algorithm: str) -> Schedule:
+    """Its rounds on the request's machine, whose cores run one program each."""
+    rounds, machine = SCHEDULES[algorithm][request.kind](request.world), request.machine
+    return Schedule(rounds, machine.pricing_network, one_program=machine.kind == "two_socket_host")
 
 
 def _protocols(request: Request) -> Sequence[str]:
