@@ -79,7 +79,7 @@ def chosen_on(machine: Machine, num_bytes: int, dtype: torch.dtype, op: str, num
     from epcomm.collectives.cost.choice import Request, choose  # here machines have loaded most of it
 
     name = str(dtype).removeprefix("torch.")
-    chosen = choose(Request(num_bytes, machine, name, op, num_programs))
+    chosen = choose(Request(num_bytes, machine, name, op=op, num_programs=num_programs))
     return chosen.algorithm if chosen.is_kernel else chosen.plan
 
 

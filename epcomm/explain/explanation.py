@@ -8,7 +8,8 @@ from functools import cached_property
 
 from epcomm.collectives.cost.choice import Candidate, Request, candidates, cheapest, choose
 from epcomm.errors import ConfigError
-from epcomm.simulation.bounds import allreduce_bound
+from epcomm.explain.alternatives import Alternative, priced
+from epcomm.simulation.bounds import crossing, cut_bound
 from epcomm.simulation.timeline import Timeline
 
 #: Larger plans are not made: their simulation takes minutes.
@@ -41,17 +42,32 @@ class Explanation:
 
     @cached_property
     def bound(self) -> float | None:
-        """µs below which no allreduce on this machine is; None where there are too many ranks to look at all pairs, or
-        pairs that no links join.
+        """µs below which no plan on this machine is; None where there are too many ranks to look at all pairs, or pairs
+        that no links join.
         """
-        if self.request.num_ranks > _MOST_BOUNDED:
+        request, machine = self.request, self.request.machine
+        if request.num_ranks > _MOST_BOUNDED:
             return None
-        machine = self.request.machine
-        singly = [[rank] for rank in range(self.request.num_ranks)]
+        groupings = (self._singly, machine.nodes)
         try:
-            return allreduce_bound(machine.pricing_network, self.request.num_bytes, (singly, machine.nodes))
+            return cut_bound(machine.pricing_network, request.collective, request.num_bytes, groupings)
         except ConfigError:  # a bound is about ways between all ranks
             return None
+
+    @cached_property
+    def bytes_sent(self) -> float:
+        """Bytes that have to leave a rank, on average, if ranks alone add and copy."""
+        request = self.request
+        return crossing(request.collective, self._singly).total * request.num_bytes / request.num_ranks
+
+    @property
+    def _singly(self) -> list[list[int]]:
+        return [[rank] for rank in range(self.request.num_ranks)]
+
+    @cached_property
+    def alternatives(self) -> list[tuple[Alternative, float]]:
+        """What may be enough instead, and its price in µs."""
+        return list(priced(self.request))
 
     @cached_property
     def shares(self) -> dict[str, float]:

@@ -12,17 +12,36 @@ from epcomm.collectives.cost.protocols import EXECUTED
 from epcomm.explain.explanation import MOST_SIMULATED, Explanation
 from epcomm.rich_tables import aligned_table, counted, size_text
 
+#: what is there before and after, of a request with its numbers filled in
+_MEANINGS = {
+    "allreduce": ("rank r has x_r, {size}, r = 0 .. {last}", "every rank has x_0 + ... + x_{last}, the same bits"),
+    "allgather": ("rank r has block b_r, {size}, r = 0 .. {last}", "every rank has b_0, ..., b_{last}, {whole}"),
+    "reduce_scatter": (
+        "rank r has x_r, {ranks} blocks of {size}, r = 0 .. {last}", "rank r has block r of x_0 + ... + x_{last}",
+    ),
+    "broadcast": ("rank {root} has x, {size}", "every rank has x"),
+    "reduce": ("rank r has x_r, {size}, r = 0 .. {last}", "rank {root} has x_0 + ... + x_{last}"),
+    "alltoall": (
+        "rank r has a block for each rank, {ranks} of {size}, r = 0 .. {last}",
+        "rank r has what each rank had for it, by rank",
+    ),
+}  # fmt: skip
+
 #: what an algorithm does, in a line
 _IDEAS = {
-    "ring": "every chunk goes around a ring of ranks twice, once to be summed, once to be copied",
+    "ring": "every chunk goes from neighbour to neighbour around a ring of ranks: once around to sum, once to copy",
+    "bidirectional_ring": "two rings that turn in opposite directions, each for half of the data",
     "double_binary_tree": "two trees, each for half of the data: sums go up, results down",
     "recursive_doubling": "log2(ranks) exchanges of everything, each with a rank twice as far away",
-    "halving_doubling": "log2(ranks) exchanges of ever less to sum, then of ever more to copy",
-    "one_shot": "everybody sends all to everybody, and sums alone",
-    "two_shot": "everybody sums one block of all, then hands it out",
-    "hierarchical": "sums in each node, rings between nodes along the rails, copies in each node",
+    "halving_doubling": "log2(ranks) exchanges: of ever less to sum, of ever more to copy",
+    "bruck": "log2(ranks) steps to ranks at distances 1, 2, 4, ...; what has farther to go travels along",
+    "one_shot": "one step: everybody sends each what it needs, and who gets inputs sums alone",
+    "two_shot": "two steps: everybody has one block of all to sum or pass on, then hands it out",
+    "hierarchical": "all pairs in each node, rings between nodes along the rails",
     "pat": "a tree per block, shifted from block to block, far ranks first",
     "swing": "halving and doubling with partners that swing from side to side of a ring",
+    "direct": "everybody sends to everybody, to the next rank first",
+    "two_level": "in each node to who has the receiver's number, then all of a node's blocks along the rails",
 }
 
 
@@ -36,13 +55,16 @@ def print_explanation(console: Console, explanation: Explanation) -> None:
 
 def _print_transition(console: Console, explanation: Explanation) -> None:
     request = explanation.request
-    size, ranks = size_text(request.num_bytes), request.num_ranks
-    sent = 2 * (ranks - 1) / ranks * request.num_bytes / 1e6
-    console.print("[bold]1. State transition[/]")
+    numbers = {
+        "size": f"{size_text(request.num_bytes)} of {request.dtype}", "ranks": request.num_ranks,
+        "last": request.num_ranks - 1, "whole": size_text(request.num_bytes * request.num_ranks), "root": request.root,
+    }  # fmt: skip
+    before, after = (text.format(**numbers) for text in _MEANINGS[request.kind])
+    who = "add and copy" if request.collective.is_reduction else "copy"
+    console.print(f"[bold]1. State transition[/]: {request.kind}", highlight=False)
     console.print(
-        f"   before: rank r has x_r, {size} of {request.dtype}, r = 0 .. {ranks - 1}\n"
-        f"   after:  every rank has x_0 + ... + x_{ranks - 1}, the same bits\n"
-        f"   {sent:.3f} MB have to leave each rank on average, if ranks add",
+        f"   before: {before}\n   after:  {after}\n"
+        f"   {explanation.bytes_sent / 1e6:.3f} MB have to leave each rank on average, if ranks {who}",
         highlight=False,
     )
 
@@ -63,19 +85,20 @@ def _print_algorithm(console: Console, explanation: Explanation) -> None:
 
 
 def _rules(explanation: Explanation) -> list[str]:
-    """By what `auto` goes besides prices."""
+    """By what is chosen besides prices."""
     request, machine = explanation.request, explanation.request.machine
+    once = (
+        f"{request.dtype}: only what rounds once is chosen. Kernels do; plans would with float32 partial sums, also on "
+        "their way, which prices include; no executor has them yet."
+    )
+    rules = [once] if request.is_half and request.num_ranks > 2 else []
+    if request.kind != "allreduce":
+        return [*rules, f"{request.kind} takes plans only as algorithm=; its auto is a kernel written by hand."]
     if len(machine.nodes) > 1:
         return ["Ranks on several nodes: auto is the kernel that sums in each node, and then along the rails."]
     if machine.is_of_cores:
         return ["Ranks on cores: auto is the kernel that was measured to be the fastest for so many bytes."]
-    rules = [f"auto takes what can run: kernels, and plans by {' and '.join(EXECUTED)}."]
-    if request.is_half and request.num_ranks > 2:
-        rules.append(
-            f"{request.dtype}: auto takes only what rounds once, as kernels do. Plans would with float32 partial sums, "
-            "also on their way, which prices include; no executor has them yet."
-        )
-    return rules
+    return [*rules, f"auto takes what can run: kernels, and plans by {' and '.join(EXECUTED)}."]
 
 
 def _shown(explanation: Explanation) -> list[Candidate]:
@@ -140,28 +163,42 @@ def _print_fit(console: Console, explanation: Explanation) -> None:
     if explanation.bound and explanation.chosen.has_price:  # one rank's is 0
         ratio = explanation.microseconds / explanation.bound
         lines.append(f"cut bound: {explanation.bound:.1f} µs, no matter the algorithm; this is {ratio:.2f} times that")
-    lines += _advice(explanation)
     console.print("\n".join(f"   {line}" for line in lines), highlight=False, markup=False)
+    _print_advice(console, explanation)
 
 
-def _advice(explanation: Explanation) -> list[str]:
-    """Whether an allreduce is the right thing to ask for, by where the time goes."""
+def _print_advice(console: Console, explanation: Explanation) -> None:
+    """Whether the collective is the right thing to ask for, by where the time goes and by what others would take."""
+    kind, lines = explanation.request.kind, []
     if explanation.request.num_ranks == 1:
-        return ["One rank: there is nothing to communicate."]
-    if explanation.bound is None or not explanation.chosen.has_price:
-        return []
-    moving = explanation.bound / explanation.microseconds
-    if moving < 0.25:
-        return [
-            "Most of the time is fixed cost, not bytes: several small allreduces as one, or one in the kernel that "
-            "makes or uses the data, save more than another algorithm."
-        ]
-    advice = ["Bytes dominate: what helps is to send fewer. A rank that needs only its part of the sum is served by a "
-              "reduce_scatter, with half of the bytes."]  # fmt: skip
-    if moving < 0.6:
-        advice.append("There is room up to the bound: see the busiest links and the queues of the critical path.")
-    return advice
+        console.print("   One rank: there is nothing to communicate.")
+        return
+    if not explanation.chosen.has_price:
+        return
+    if explanation.bound is not None:
+        moving = explanation.bound / explanation.microseconds
+        if moving < 0.25:
+            lines.append(
+                f"Most of the time is fixed cost, not bytes: several small {kind}s as one, or one in the kernel that "
+                "makes or uses the data, save more than another algorithm."
+            )
+        else:
+            lines.append("Bytes dominate: what helps is to send fewer.")
+            if moving < 0.6:
+                lines.append("There is room up to the bound: see the busiest links and the critical path's queues.")
+    if kind == "alltoall":
+        lines.append(
+            "Rows for experts: dispatch sends what the routing needs, each row once per rank, where equal blocks are "
+            "as large as the fullest; `epcomm model ep` prices it."
+        )
+    console.print("\n".join(f"   {line}" for line in lines), highlight=False, markup=False)
+    table = _table(f"is {kind} the right thing to ask for?", "if", "ask for", "µs", "against this")
+    price = explanation.chosen.microseconds
+    for alternative, microseconds in explanation.alternatives:
+        names = ", ".join(alternative.kinds)
+        table.add_row(alternative.when, names, f"{microseconds:.1f}", f"{microseconds / price:.2f}x")
+    console.print(table)
 
 
 def _table(title: str, *columns: str) -> Table:
-    return aligned_table(title, *columns, text=("", "algorithm", "protocol", "link"))
+    return aligned_table(title, *columns, text=("", "algorithm", "protocol", "link", "if", "ask for"))

@@ -1,4 +1,4 @@
-"""What does an allreduce best: a plan, of which algorithm, protocol, channels and pieces, or a kernel written by hand.
+"""What does a collective best: a plan, of which algorithm, protocol, channels and pieces; or a kernel written by hand.
 
 The price is that of the algorithm's rounds (`schedules`) on the machine's links at the protocol's costs; no plan is
 made. It is a function of its arguments alone, so all ranks choose the same.
@@ -17,8 +17,10 @@ from epcomm.collectives.algorithms import ALGORITHMS
 from epcomm.collectives.cost.kernels import kernels_for, measured_kernel
 from epcomm.collectives.cost.machines import Machine
 from epcomm.collectives.cost.protocols import EXECUTED, KERNEL, costs_of, protocols_of
-from epcomm.collectives.cost.schedules import ALLREDUCE
-from epcomm.collectives.plan import Plan
+from epcomm.collectives.cost.schedules import SCHEDULES, algorithms_of
+from epcomm.collectives.cost.world import World
+from epcomm.collectives.plan import Collective, Plan
+from epcomm.collectives.plan.conditions import ROOTED
 from epcomm.errors import ConfigError
 from epcomm.kernels.protocol.collectives import CHUNK_BYTES
 from epcomm.simulation.costs import Costs
@@ -43,7 +45,8 @@ _HALVES = ("bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Request:
-    """An allreduce of `num_bytes` of a dtype on each of a machine's ranks.
+    """A collective among a machine's ranks, with `num_bytes` of a dtype in its unit (see `Collective`): the whole
+    tensor of an allreduce, broadcast or reduce, a rank's block of the others. ConfigError if there is none such.
 
     `num_programs`: how many programs each rank has: at most so many channels has a plan, and as many a kernel.
     """
@@ -51,10 +54,15 @@ class Request:
     num_bytes: int
     machine: Machine
     dtype: str = "float32"
+    kind: str = "allreduce"
+    root: int = 0
     op: str = "sum"
     num_programs: int = CHANNELS[-1]
 
     def __post_init__(self) -> None:
+        if self.root and self.kind not in ROOTED:
+            raise ConfigError(f"argument `root`: {self.kind} has none, got {self.root!r}")
+        Collective(self.kind, self.num_ranks, 1, self.root)
         if self.dtype not in DTYPES:
             raise ConfigError(f"argument `dtype`: wanted one of {', '.join(DTYPES)}, got {self.dtype!r}")
         size = DTYPES[self.dtype]
@@ -67,9 +75,19 @@ class Request:
         return self.machine.num_ranks
 
     @property
+    def collective(self) -> Collective:
+        """What is wanted, with its unit as one chunk."""
+        return Collective(self.kind, self.num_ranks, 1, self.root)
+
+    @property
+    def world(self) -> World:
+        """Its ranks as schedules see them."""
+        return replace(self.machine.world, root=self.root)
+
+    @property
     def is_half(self) -> bool:
-        """Are its sums of 16 bits, to be rounded once?"""
-        return self.dtype in _HALVES and self.op not in ("min", "max")
+        """Does it sum in 16 bits, to be rounded once?"""
+        return self.dtype in _HALVES and self.collective.is_reduction and self.op not in ("min", "max")
 
 
 @dataclass(frozen=True)
@@ -108,15 +126,13 @@ class Candidate:
 
     @cached_property
     def plan(self) -> Plan:
-        return ALGORITHMS[self.algorithm].plan(
-            "allreduce", self.request.num_ranks, channels=self.channels, pieces=self.pieces, **self._options
-        )
+        return self._plan(channels=self.channels, pieces=self.pieces)
 
-    @property
-    def _options(self) -> dict[str, Any]:
-        world = self.request.machine.world
-        given = {"order": world.order, "ranks_per_node": world.ranks_per_node}
-        return {name: value for name, value in given.items() if name in ALGORITHMS[self.algorithm].options}
+    def _plan(self, **options: int) -> Plan:
+        request, algorithm = self.request, ALGORITHMS[self.algorithm]
+        known = {"order": request.world.order, "ranks_per_node": request.world.ranks_per_node}
+        given: dict[str, Any] = {name: value for name, value in known.items() if name in algorithm.options}
+        return algorithm.plan(request.kind, request.num_ranks, root=request.root, **options, **given)
 
     @cached_property
     def roundings(self) -> int:
@@ -125,7 +141,7 @@ class Candidate:
         """
         from epcomm.collectives.plan.verify import verify  # loads Numba, as the simulation does
 
-        sums = verify(ALGORITHMS[self.algorithm].plan("allreduce", self.request.num_ranks, **self._options)).roundings
+        sums = verify(self._plan()).roundings
         return min(sums, 1) if self.wide_sums else sums + (self.request.op == "avg")
 
     @property
@@ -143,36 +159,39 @@ class Candidate:
 
 
 def candidates(
-    request: Request, *, algorithms: Sequence[str] = tuple(ALLREDUCE), protocols: Sequence[str] | None = None
+    request: Request, *, algorithms: Sequence[str] | None = None, protocols: Sequence[str] | None = None
 ) -> list[Candidate]:
     """The best candidate of each algorithm and protocol, cheapest first, of equals kernels; of 16-bit sums with partial
     sums of either width.
 
     Algorithms that can't serve so many ranks are left out; ConfigError if none can, or for names that aren't known.
     """
-    for name in algorithms:
-        if name not in ALLREDUCE:
-            raise ConfigError(f"argument `algorithm`: wanted one of auto, {', '.join(ALLREDUCE)}, got {name!r}")
-    found, problems = _priced(request, algorithms, protocols or (KERNEL, *protocols_of(request.machine.kind)))
+    known = algorithms_of(request.kind)
+    for name in algorithms or ():
+        if name not in known:
+            raise ConfigError(f"argument `algorithm`: wanted one of auto, {', '.join(known)}, got {name!r}")
+    found, problems = _priced(request, algorithms or known, protocols or (KERNEL, *protocols_of(request.machine.kind)))
     if not found:
         raise ConfigError(f"argument `algorithm`: {'; '.join(problems)}")
     return found
 
 
 def choose(request: Request) -> Candidate:
-    """What `auto` means.
+    """What `auto` means for an allreduce. Other collectives take plans only when told to: for them this is the
+    cheapest, of 16-bit sums of those that round once, whether or not executors have it.
 
-    Among several nodes that is their kernel. Where ranks are cores, or bandwidths aren't known, it is the kernel that
-    was measured to be the best of its size: prices of plans are compared with those of kernels on GPUs only. There it
-    is the cheapest that runs, and of 16-bit sums of those that round once. Should nothing have a price, e.g. because
-    links don't join all pairs of ranks and plans would round more often, it is a kernel nevertheless: load and store
-    reach every rank of a node.
+    An allreduce among several nodes has one kernel. Where ranks are cores, or bandwidths aren't known, it takes the
+    kernel that was measured to be the best of its size. Elsewhere it takes the cheapest that runs, and of 16-bit sums
+    of those that round once. Should none of these have a price, because links don't join all pairs of ranks, it takes
+    that kernel nevertheless: load and store reach every rank of a node.
     """
+    if request.kind != "allreduce":
+        return next(each for each in candidates(request) if each.rounds_once or not request.is_half)
     machine, num_nodes = request.machine, len(request.machine.nodes)
     kernel, found = measured_kernel(request.num_bytes, num_nodes), list[Candidate]()
     if machine.has_speeds:
         is_given = num_nodes > 1 or machine.is_of_cores
-        names, protocols = ((kernel,), (KERNEL,)) if is_given else (tuple(ALLREDUCE), (KERNEL, *EXECUTED))
+        names, protocols = ((kernel,), (KERNEL,)) if is_given else (algorithms_of(request.kind), (KERNEL, *EXECUTED))
         found, _ = _priced(request, names, protocols)
     return next(allowed(request, found), _unpriced(request, kernel))
 
@@ -195,7 +214,7 @@ def _priced(
     problems = []
     for name in algorithms:
         try:
-            schedule = Schedule(ALLREDUCE[name](request.machine.world), request.machine.pricing_network)
+            schedule = _schedule(request, name)
         except ConfigError as error:  # so many ranks are not what it is for, or no links join those that talk
             problems.append(f"{name}: {error}")
             continue
@@ -205,6 +224,12 @@ def _priced(
             if not variants:
                 problems.append(f"{name}: it has no {protocol} for {request.num_bytes} bytes on {request.machine.name}")
     return sorted(found, key=lambda each: (each.microseconds, not each.is_kernel)), problems
+
+
+def _schedule(request: Request, algorithm: str) -> Schedule:
+    """Its rounds on the request's machine, whose cores run one program each."""
+    rounds, machine = SCHEDULES[algorithm][request.kind](request.world), request.machine
+    return Schedule(rounds, machine.pricing_network, one_program=machine.is_of_cores)
 
 
 def _simplest(options: list[Candidate]) -> Candidate:
@@ -219,7 +244,7 @@ def _variants(request: Request, algorithm: str, protocol: str) -> Iterator[list[
     wide partial sums are.
     """
     if protocol == KERNEL:
-        if algorithm in kernels_for(request.num_bytes, len(request.machine.nodes)):
+        if request.kind == "allreduce" and algorithm in kernels_for(request.num_bytes, len(request.machine.nodes)):
             yield [_unpriced(request, algorithm)]
         return
     counts = _channel_counts(request)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from epcomm.collectives.cost.schedules import World
+from epcomm.collectives.cost.world import World
 from epcomm.errors import ConfigError
 from epcomm.simulation.network import Cluster, Network, RoutedNetwork
 from epcomm.topology import PRESETS, Topology, from_nccl_xml, read_host, ring_order
