@@ -188,8 +188,8 @@ def _print_advice(console: Console, explanation: Explanation) -> None:
                 lines.append("There is room up to the bound: see the busiest links and the critical path's queues.")
     if kind == "alltoall":
         lines.append(
-            "Rows for experts: dispatch sends what the routing needs, each row once per rank, where equal blocks are "
-            "as large as the fullest; `epcomm model ep` prices it."
+            "Rows for experts: dispatch sends what the routing needs, each row once per rank; equal blocks are as "
+            "large as the fullest. `epcomm model ep` prices it."
         )
     console.print("\n".join(f"   {line}" for line in lines), highlight=False, markup=False)
     table = _table(f"is {kind} the right thing to ask for?", "if", "ask for", "µs", "against this")

@@ -45,7 +45,7 @@ def _one_shot_reduce(collective: Collective) -> None:
 def _two_shot_allreduce(collective: Collective) -> None:
     ranks = range(collective.num_ranks)
     totals = reduce_each_in_order({rank: (rank, rank) for rank in ranks}, ranks)
-    for rank in reversed(ranks):  # so that what a rank hands out comes before what it gets from the rank before it
+    for rank in reversed(ranks):  # results are received in the order in which they come, from the rank before first
         copy_to_each(totals[rank], others_after(rank, ranks))
 
 
