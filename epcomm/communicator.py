@@ -128,9 +128,11 @@ class Communicator(Collectives):
         Of CPUs that is `read_host` with as many ranks, of GPUs `known_gpus`. None for ranks on several hosts, and where
         Linux doesn't describe the host.
         """
-        if self._binder.machine is not None or max(self.nodes) > 0:
-            return None if self._binder.machine is None else self._binder.machine.topology
-        from epcomm.topology import read_host
+        if self._binder.machine is not None:
+            return self._binder.machine.topology
+        if max(self.nodes) > 0:
+            return None
+        from epcomm.topology import read_host  # choices don't need it
 
         try:
             return read_host(num_ranks=self.size)

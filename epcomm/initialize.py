@@ -67,12 +67,12 @@ def init(
     for name, number, least in (("num_threads", num_threads, 1), ("sm_budget", sm_budget, 0)):
         if number is not None and number < least:
             raise ConfigError(f"init: argument `{name}`: wanted at least {least}, got {number}")
-    name = "none" if topology is None else _named(topology)
+    machine = "none" if topology is None else _named(topology)
     hub = bootstrap.connect(rendezvous.find_rendezvous(group, store, rank, world_size), timeout)
     try:
         wanted = num_threads if target.runs_on_threads else sm_budget
         wanted = wanted or target.default_num_programs(hub.size)
-        num_programs = agree(hub, Terms(wanted, target.kind, name), timeout)
+        num_programs = agree(hub, Terms(wanted, target.kind, machine), timeout)
         communicator = Communicator(hub, target, num_programs, timeout, topology)
     except BaseException:
         hub.close()  # peers that wait for this rank see it go
