@@ -69,11 +69,10 @@ def test_rounds_are_what_events_are(name, kind, preset, num_ranks):
 
 @pytest.mark.parametrize("name, kind", PAIRS)
 def test_rounds_are_close_to_events(name, kind):
-    # Ranks of a plan run ahead where rounds do not; in bruck's allgather they wait for one another instead.
-    least = 0.55 if (name, kind) == ("bruck", "allgather") else 0.6
+    # A program's steps overlap where rounds do not: its sums with its next sends.
     for preset, num_ranks in NETWORKS:
-        if num_ranks == 16 and name in ("bruck", "direct"):
-            continue  # their plans' FIFOs are full, or their messages share NICs unevenly
+        if num_ranks == 16 and name in ("bruck", "direct", "one_shot"):
+            continue  # FIFOs are full, or a node's ranks all send to the next node's first one, then to its second
         for root in roots(kind, num_ranks):
             world = World(num_ranks, min(num_ranks, 8), root=root)
             try:
@@ -83,7 +82,7 @@ def test_rounds_are_close_to_events(name, kind):
                 continue
             for num_bytes, channel in ((8, 5.0), (10**6, 5.0), (10**6, math.inf)):
                 costs = Costs(launch=3.0, step=0.1, channel=channel, latency={"nvlink": 1.0})
-                assert least < ratio(name, kind, world, network(preset, num_ranks), num_bytes, costs) < 1.45
+                assert 0.6 < ratio(name, kind, world, network(preset, num_ranks), num_bytes, costs) < 1.45
 
 
 @pytest.mark.parametrize("name", ["ring", "bidirectional_ring", "one_shot", "two_shot", "double_binary_tree", "direct"])
