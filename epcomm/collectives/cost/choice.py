@@ -146,7 +146,7 @@ class Candidate:
 
     @property
     def rounds_once(self) -> bool:
-        """Whether no result is rounded more than once; two ranks' sums never are."""
+        """Whether no result is rounded more than once: two ranks' sums never are, and plans round averages again."""
         return self.wide_sums or self.request.num_ranks <= 2 and self.request.op != "avg"
 
     def simulated(self) -> Timeline:
