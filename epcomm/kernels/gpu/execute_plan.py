@@ -2,13 +2,15 @@
 
 A worker's row: wait for what its step needs | copy or reduce one chunk's part of the tile | tell who waits for it.
 Programs wait for one another in both directions, so all of them have to be on the GPU at the same time; one alone does
-all rows in an order that waits for none of its own.
+all rows in an order that waits for none of its own. Messages in lines, see `protocol.lines`, it takes, computes and
+passes on in pieces: the next rank has the first ones before the last ones are here.
 
 Edges
   WAR  ARRIVED: the peer has ended its last operation: nobody reads or writes the slots, whatever they were used for.
-  RAW  SENT: the message is in its slot.
+  RAW  SENT: the message is in its slot; or, in lines, flags: see `flagged_lines`.
   WAR  TAKEN: the receiver has done the step that took the message `DEPTH` messages ago from this slot.
-  RAW, WAR  DONE, of this rank's workers: the step that another one has to follow is done.
+  RAW, WAR  DONE, of this rank's workers: the step that another one has to follow is done; or worker 0 has taken flags
+       of earlier operations out of this rank's slots.
 """
 
 from __future__ import annotations
@@ -17,28 +19,13 @@ import triton.language as tl
 
 from epcomm.device import control
 from epcomm.device.gpu.compile import all_programs, kernel
-from epcomm.device.gpu.machine import device
-from epcomm.device.gpu.memory import copy, set_word, store_release, word
+from epcomm.device.gpu.machine import device, opaque
+from epcomm.device.gpu.memory import copy, set_word, store_release, word, zero_bytes
 from epcomm.device.gpu.waiting import enter, leave, meet, peer, signal, wait
+from epcomm.kernels.gpu.flagged_lines import place_of, receive_flagged, send_flagged
 from epcomm.kernels.gpu.reduction import reduce_listed
-from epcomm.kernels.protocol import collectives, sites
+from epcomm.kernels.protocol import collectives, lines, sites
 from epcomm.kernels.protocol import plans as protocol
-
-
-@device
-def _meet_everyone(ctx, fingerprint, table, worker):
-    """Returns once all ranks are in this operation. (Without it they could run ahead without end, and not notice.)"""
-    me, size, sequence = word(ctx, control.RANK), word(ctx, control.SIZE), word(ctx, control.SEQUENCE) + 1
-    arrived = word(table, protocol.ARRIVED)
-    if worker == 0:
-        signal(peer(ctx, me) + arrived, sequence)
-    status = tl.cast(control.OK, tl.int64)
-    for distance in range(1, size):
-        rank = (me + distance) % size
-        if status == control.OK:
-            raised = peer(ctx, rank) + arrived
-            status = meet(ctx, fingerprint, raised, sequence, rank, sites.PLAN_ARRIVED, "none")  # WAR
-    return status
 
 
 @device
@@ -52,10 +39,22 @@ def _address(args, x, out, buffer, offset):
 
 
 @device
-def _message_number(args, fifo, tile, number):
-    """Of a message, over the life of the communicator."""
-    count = word(word(args, collectives.COUNTS), word(fifo, protocol.COUNT))
-    return count + tile * word(fifo, protocol.NUM_MESSAGES) + number
+def _num_messages(args, fifo):
+    """That went through a FIFO before this operation, over the life of the communicator."""
+    return word(word(args, collectives.COUNTS), word(fifo, protocol.COUNT))
+
+
+@device
+def _are_flags_used_up(args, table, worker):
+    used = word(word(args, collectives.COUNTS), word(table, protocol.FLAG_COUNTS) + worker)
+    return used + word(table, protocol.NUM_FLAGS) > lines.MAX_FLAG
+
+
+@device
+def _first_flag(args, table, worker):
+    """Number before the first one of this operation."""
+    used = word(word(args, collectives.COUNTS), word(table, protocol.FLAG_COUNTS) + worker)
+    return tl.where(_are_flags_used_up(args, table, worker), 0, used)
 
 
 @device
@@ -86,6 +85,28 @@ def _await_steps(ctx, args, fingerprint, table, row, tile):
         if status == control.OK:
             address = _done_word(args, word(after, protocol.AFTER_WORKER))
             status = wait(ctx, fingerprint, address, value, word(ctx, control.RANK), sites.PLAN_STEP)  # RAW, WAR
+    return status
+
+
+@device
+def _meet_everyone(ctx, args, fingerprint, table, worker):
+    """Returns once all ranks are in this operation. (Without it they could run ahead without end, and not notice.)"""
+    me, size, sequence = word(ctx, control.RANK), word(ctx, control.SIZE), word(ctx, control.SEQUENCE) + 1
+    arrived = word(table, protocol.ARRIVED)
+    status = tl.cast(control.OK, tl.int64)
+    if _are_flags_used_up(args, table, worker):
+        no_row = _done_value(ctx, 0, 0, 0)
+        if worker == 0:
+            zero_bytes(peer(ctx, me) + word(table, protocol.REGION), word(table, protocol.REGION_BYTES))
+            store_release(_done_word(args, 0), no_row)
+        status = wait(ctx, fingerprint, _done_word(args, 0), no_row, me, sites.PLAN_STEP)  # WAR
+    if (worker == 0) & (status == control.OK):
+        signal(peer(ctx, me) + arrived, sequence)
+    for distance in range(1, size):
+        rank = (me + distance) % size
+        if status == control.OK:
+            raised = peer(ctx, rank) + arrived
+            status = meet(ctx, fingerprint, raised, sequence, rank, sites.PLAN_ARRIVED, "none")  # WAR
     return status
 
 
@@ -122,36 +143,62 @@ def _move(ctx, args, x, out, row, worker, start, num_bytes, message, slot,
                 set_word(operands, 0, to)
                 tl.debug_barrier()
                 reduce_listed(to, operands, tl.cast(1, tl.int64), num_items, size, DTYPE, DTYPE, OP)
-    if sends:
+    if sends & (slot != source):
         copy(slot, source, num_bytes)
     if ((flags & protocol.WRITES) != 0) & (to != source):
         copy(to, source, num_bytes)
 
 
 @device
+def _move_lines(ctx, args, fingerprint, x, out, row, worker, start, num_bytes, message, flag, rank, slot, sent_flag,
+                DTYPE: tl.constexpr, OP: tl.constexpr, FINISHES: tl.constexpr, PROTOCOL: tl.constexpr):  # fmt: skip
+    """As `_move`, of messages in lines with these flags: from and to the worker's stage, piece by piece."""
+    at, status = tl.cast(0, tl.int64), tl.cast(control.OK, tl.int64)
+    while (at < num_bytes) & (status == control.OK):
+        ctx, args, row = opaque(ctx), opaque(args), opaque(row)  # what is held from outside of the loop is spilled
+        flags = word(row, protocol.FLAGS)
+        stage = word(args, collectives.STAGES) + worker * lines.PIECE_BYTES
+        size, place = tl.minimum(num_bytes - at, lines.PIECE_BYTES), place_of(at, PROTOCOL)
+        if (flags & protocol.RECEIVES) != 0:
+            status = receive_flagged(ctx, fingerprint, stage, message + place, size, flag, rank, PROTOCOL)
+            tl.debug_barrier()
+        if status == control.OK:
+            _move(ctx, args, x, out, row, worker, start + at, size, stage, stage, DTYPE, OP, FINISHES)
+            if (flags & protocol.SENDS) != 0:
+                tl.debug_barrier()
+                send_flagged(slot + place, stage, size, sent_flag, PROTOCOL)
+        tl.debug_barrier()  # all threads are done with the stage
+        at += lines.PIECE_BYTES
+    return status
+
+
+@device
 def _do_row(ctx, args, fingerprint, x, out, table, row, tile, worker,
-            DTYPE: tl.constexpr, OP: tl.constexpr, FINISHES: tl.constexpr):  # fmt: skip
+            DTYPE: tl.constexpr, OP: tl.constexpr, FINISHES: tl.constexpr, PROTOCOL: tl.constexpr):  # fmt: skip
     flags, me = word(row, protocol.FLAGS), word(ctx, control.RANK)
     is_first, is_last = (flags & protocol.IS_FIRST) != 0, (flags & protocol.IS_LAST) != 0
     receives, sends = (flags & protocol.RECEIVES) != 0, (flags & protocol.SENDS) != 0
     tile_bytes = word(table, protocol.TILE_BYTES)
-    place = word(row, protocol.PLACE) * tile_bytes
+    place = word(row, protocol.PLACE) * word(table, protocol.PLACE_BYTES)
     status = tl.cast(control.OK, tl.int64)
     if is_first:
         status = _await_steps(ctx, args, fingerprint, table, row, tile)
-    source, received, message = table, tl.cast(0, tl.int64), tl.cast(0, tl.int64)
+    source, received, message, received_now = table, tl.cast(0, tl.int64), tl.cast(0, tl.int64), tl.cast(0, tl.int64)
     if receives:
         source = table + 8 * word(row, protocol.RECEIVE)
-        received = _message_number(args, source, tile, word(row, protocol.RECEIVE_NUMBER))
+        received_now = tile * word(source, protocol.NUM_MESSAGES) + word(row, protocol.RECEIVE_NUMBER)
+        received = _num_messages(args, source) + received_now
         message = peer(ctx, me) + _slot_offset(table, source, received) + place
-        if is_first & (status == control.OK):
-            raised = peer(ctx, me) + word(source, protocol.SENT_WORD)
-            rank = word(source, protocol.PEER)
-            status = wait(ctx, fingerprint, raised, received + 1, rank, sites.PLAN_MESSAGE)  # RAW
-    to, sent, slot = table, tl.cast(0, tl.int64), tl.cast(0, tl.int64)
+        if PROTOCOL == "simple":
+            if is_first & (status == control.OK):
+                raised = peer(ctx, me) + word(source, protocol.SENT_WORD)
+                rank = word(source, protocol.PEER)
+                status = wait(ctx, fingerprint, raised, received + 1, rank, sites.PLAN_MESSAGE)  # RAW
+    to, sent, slot, sent_now = table, tl.cast(0, tl.int64), tl.cast(0, tl.int64), tl.cast(0, tl.int64)
     if sends:
         to = table + 8 * word(row, protocol.SEND)
-        sent = _message_number(args, to, tile, word(row, protocol.SEND_NUMBER))
+        sent_now = tile * word(to, protocol.NUM_MESSAGES) + word(row, protocol.SEND_NUMBER)
+        sent = _num_messages(args, to) + sent_now
         slot = peer(ctx, word(to, protocol.PEER)) + _slot_offset(table, to, sent) + place
         reused = sent + 1 - word(table, protocol.DEPTH)
         is_reused = reused > word(ctx, control.GENERATION) << control.GENERATION_SHIFT
@@ -162,10 +209,19 @@ def _do_row(ctx, args, fingerprint, x, out, table, row, tile, worker,
         start = tile * tile_bytes
         num_bytes = tl.minimum(tile_bytes, word(row, protocol.BYTES) - start)
         if num_bytes > 0:
-            _move(ctx, args, x, out, row, worker, start, num_bytes, message, slot, DTYPE, OP, FINISHES)
+            if PROTOCOL == "simple":
+                _move(ctx, args, x, out, row, worker, start, num_bytes, message, slot, DTYPE, OP, FINISHES)
+            else:
+                before = _first_flag(args, table, worker)
+                status = _move_lines(
+                    ctx, args, fingerprint, x, out, row, worker, start, num_bytes, message, before + received_now + 1,
+                    word(source, protocol.PEER), slot, before + sent_now + 1, DTYPE, OP, FINISHES, PROTOCOL,
+                )  # fmt: skip
+    if status == control.OK:
         tl.debug_barrier()  # the next row may read what other threads wrote, or write what they read
-        if is_last & sends:
-            signal(peer(ctx, word(to, protocol.PEER)) + word(to, protocol.SENT_WORD), sent + 1)
+        if PROTOCOL == "simple":
+            if is_last & sends:
+                signal(peer(ctx, word(to, protocol.PEER)) + word(to, protocol.SENT_WORD), sent + 1)
         if is_last & receives:
             signal(peer(ctx, word(source, protocol.PEER)) + word(source, protocol.TAKEN_WORD), received + 1)
     return status
@@ -173,10 +229,10 @@ def _do_row(ctx, args, fingerprint, x, out, table, row, tile, worker,
 
 @kernel("execute_plan", programs=all_programs, cooperative=True)
 def execute_plan(ctx, args, fingerprint, x, out, num_bytes, streaming, c4, c5,
-                 DTYPE: tl.constexpr, OP: tl.constexpr, FINISHES: tl.constexpr):  # fmt: skip
+                 DTYPE: tl.constexpr, OP: tl.constexpr, FINISHES: tl.constexpr, PROTOCOL: tl.constexpr):  # fmt: skip
     program, status = enter(ctx, fingerprint, "none")
     x, out, table = tl.cast(x, tl.int64), tl.cast(out, tl.int64), word(args, collectives.TABLE)
-    status = _meet_everyone(ctx, fingerprint, table, program)
+    status = _meet_everyone(ctx, args, fingerprint, table, program)
     worker = table + 8 * (protocol.HEADER_WORDS + program * protocol.WORKER_WORDS)
     rows, num_rows = table + 8 * word(worker, protocol.FIRST_ROW), word(worker, protocol.NUM_ROWS)
     num_tiles = word(table, protocol.NUM_TILES)
@@ -184,11 +240,14 @@ def execute_plan(ctx, args, fingerprint, x, out, num_bytes, streaming, c4, c5,
         for number in range(num_rows):
             if status == control.OK:
                 row = rows + number * (8 * protocol.ROW_WORDS)
-                status = _do_row(ctx, args, fingerprint, x, out, table, row, tile, program, DTYPE, OP, FINISHES)
+                status = _do_row(ctx, args, fingerprint, x, out, table, row, tile, program, DTYPE, OP, FINISHES, PROTOCOL)
                 if (status == control.OK) & ((word(row, protocol.FLAGS) & protocol.IS_AWAITED) != 0):
                     store_release(_done_word(args, program), _done_value(ctx, num_rows, tile, number + 1))
     tl.debug_barrier()  # all threads have read the counts
     counts = word(args, collectives.COUNTS)
+    last_flag = _first_flag(args, table, program) + word(table, protocol.NUM_FLAGS)
+    tl.debug_barrier()
+    set_word(counts, word(table, protocol.FLAG_COUNTS) + program, last_flag)
     for number in range(word(worker, protocol.NUM_FIFOS)):
         fifo = table + 8 * (word(worker, protocol.FIRST_FIFO) + number * protocol.FIFO_WORDS)
         count = word(fifo, protocol.COUNT)
