@@ -126,8 +126,8 @@ class PlanBinder:
         except (PlanError, ConfigError) as error:
             raise ConfigError(f"{where}: argument `algorithm`: {error}") from error
         if plan.protocol == LL128 and not runtime.target.moves_whole_lines(runtime.collectives):
-            wanted = "wanted ranks on one GPU, or on GPUs that NVLink's switch joins"
-            raise UnsupportedError(f"{where}: plan {plan.name}: protocol ll128: {wanted}; ll and simple work everywhere")
+            wanted = "wanted ranks on one GPU, or on GPUs that NVLink's switch joins; ll and simple work on any"
+            raise UnsupportedError(f"{where}: argument `algorithm`: plan {plan.name}: protocol ll128: {wanted}")
         args = self._binder.block()
         words = private_words(runtime.target, table)
         scratch = torch.empty(scratch_bytes(plan, unit_bytes), dtype=torch.uint8, device=runtime.target.device)
@@ -138,7 +138,8 @@ class PlanBinder:
         more = f", op={op}" if op else ""
         more += f", root={root}" if kind in ROOTED else ""
         text = f"{kind}(x={x.dtype} {tuple(x.shape)}{more}, algorithm=plan {plan.name} {proven.fingerprint})"
-        operation = self._binder.operation(kernel, args, text, (self._counts, self._done, self._stages, words, scratch, plan))
+        keep = (self._counts, self._done, self._stages, words, scratch, plan)
+        operation = self._binder.operation(kernel, args, text, keep)
         input_at, output_at = plan.collective.overlay(runtime.rank)  # in chunks, of which a block is whole
         first_output = (output_at - input_at) // plan.collective.num_chunks * unit_bytes
         return PlannedCollective(operation, plan, first_output)

@@ -48,7 +48,8 @@ class Algorithm:
         """The plan of a collective among `num_ranks` ranks.
 
         `channels` and `pieces` multiply the number of chunks: channels work side by side, pieces follow one another
-        (`Trace.plan`). `protocol`: "simple", "ll" or "ll128". ConfigError if the algorithm doesn't do this, or not with so many ranks.
+        (`Trace.plan`). `protocol`: "simple", "ll" or "ll128". ConfigError if the algorithm doesn't do this, or not with
+        so many ranks.
         """
         where = f"{self.name} {collective}"
         form = self.forms.get(collective)

@@ -72,8 +72,8 @@ class Trace:
 
         `channels` instances of it run side by side, each on channels of its own and on its part of every chunk, which
         it moves in `pieces`, so that pieces follow one another from rank to rank: all chunk counts are
-        `channels * pieces` times the program's. Messages go by `protocol`. ConfigError if no order of its steps is found that FIFOs of
-        `fifo_depth` messages don't block.
+        `channels * pieces` times the program's. Messages go by `protocol`: "simple", "ll" or "ll128". ConfigError if no
+        order of its steps is found that FIFOs of `fifo_depth` messages don't block.
         """
         return compile_trace(self, channels, pieces, fifo_depth, protocol)
 

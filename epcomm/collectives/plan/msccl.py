@@ -135,7 +135,8 @@ def to_msccl(plan: Plan, *, min_bytes: int = 0, max_bytes: int = 0) -> str:
     """
     collective, split = plan.collective, split_by_peers(plan)
     lines = [
-        f'<algo name="{_escaped(plan.name)}" proto="{_PROTO_OF_PROTOCOL[plan.protocol]}" nchannels="{plan.num_channels}" '
+        f'<algo name="{_escaped(plan.name)}" proto="{_PROTO_OF_PROTOCOL[plan.protocol]}" '
+        f'nchannels="{plan.num_channels}" '
         f'nchunksperloop="{max(collective.input_chunks(collective.root), collective.output_chunks(collective.root))}" '
         f'ngpus="{plan.num_ranks}" coll="{_COLL_OF_KIND.get(collective.kind, collective.kind)}" '
         f'inplace="{int(plan.in_place)}" outofplace="{int(plan.out_of_place)}" '

@@ -3,10 +3,10 @@
 A rank runs its programs side by side, each program its steps one after the other. A program has a channel; messages
 from one rank to another over one channel arrive in the order in which they were sent, through a FIFO that holds
 `fifo_depth` of them: a send waits for a free slot, a receive for a message. On each side one program at most uses a
-FIFO. The plan's `protocol` says how messages tell that they are there, see `kernels.protocol.lines`; it changes nothing
-in what is proven. A step's source and destination are the same chunks or have none in common. It starts when the steps it names in
+FIFO. A step's source and destination are the same chunks or have none in common. It starts when the steps it names in
 `after`, all of its own rank, are complete. Offsets and counts are in chunks; how many elements a chunk has is not the
-plan's business.
+plan's business. Its `protocol`, how a receiver knows that a message is there (`kernels.protocol.lines`), is for those
+who run or price it: nothing that is proven depends on it.
 """
 
 from __future__ import annotations
@@ -175,7 +175,8 @@ class Plan:
     def _hash(self) -> int:
         """Computed once: bound operations are looked up by their plan."""
         try:
-            return hash((self.name, self.collective, self.programs, self.scratch_chunks, self.fifo_depth, self.protocol))
+            shape = self.scratch_chunks, self.fifo_depth, self.protocol
+            return hash((self.name, self.collective, self.programs, *shape))
         except TypeError:
             wanted = "wanted tuples throughout, so that it can't change"
             raise ConfigError(f"plan {self.name}: {wanted}; got lists") from None

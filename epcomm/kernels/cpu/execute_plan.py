@@ -36,9 +36,16 @@ def _address(args, buffer, offset):
 
 
 @device
-def _num_messages(args, fifo):
-    """That went through a FIFO before this operation, over the life of the communicator."""
-    return word(word(args, collectives.COUNTS), word(fifo, protocol.COUNT))
+def _message(ctx, args, table, fifo, rank, row, tile, number):
+    """(its number over the life of the communicator and that in this operation, from 1 on; the row's part of it).
+
+    It is message `number` of a FIFO in a tile; slots are `rank`'s.
+    """
+    now = tile * word(fifo, protocol.NUM_MESSAGES) + number
+    total = word(word(args, collectives.COUNTS), word(fifo, protocol.COUNT)) + now
+    slot = word(fifo, protocol.SLOTS) + total % word(table, protocol.DEPTH) * word(table, protocol.SLOT_BYTES)
+    place = word(row, protocol.PLACE) * word(table, protocol.PLACE_BYTES)
+    return total + 1, now + 1, peer(ctx, rank) + slot + place
 
 
 @device
@@ -53,11 +60,6 @@ def _first_flag(args, table, worker):
     if _are_flags_used_up(args, table, worker):
         return 0
     return word(word(args, collectives.COUNTS), word(table, protocol.FLAG_COUNTS) + worker)
-
-
-@device
-def _slot_offset(table, fifo, number):
-    return word(fifo, protocol.SLOTS) + number % word(table, protocol.DEPTH) * word(table, protocol.SLOT_BYTES)
 
 
 @device
@@ -149,14 +151,14 @@ def _move(ctx, args, row, worker, start, num_bytes, message, slot):
 
 
 @device
-def _move_lines(ctx, args, table, row, worker, start, num_bytes, message, flag, received_from, slot, sent_flag):
-    """As `_move`, of messages in lines with these flags: from and to the worker's stage, piece by piece."""
+def _move_lines(ctx, args, table, row, worker, start, num_bytes, rank, message, flag, slot, sent_flag):
+    """As `_move`, of messages in lines, `rank`'s with `flag`: from and to the worker's stage, piece by piece."""
     flags, way = word(row, protocol.FLAGS), word(table, protocol.PROTOCOL)
     stage = word(args, collectives.STAGES) + worker * lines.PIECE_BYTES
     for at in range(0, num_bytes, lines.PIECE_BYTES):
         size, place = min(lines.PIECE_BYTES, num_bytes - at), place_of(way, at)
         if flags & protocol.RECEIVES:
-            status = receive_flagged(ctx, way, stage, message + place, size, flag, received_from)
+            status = receive_flagged(ctx, way, stage, message + place, size, flag, rank)
             if status != control.OK:
                 return status
         _move(ctx, args, row, worker, start + at, size, stage, stage)
@@ -169,54 +171,49 @@ def _move_lines(ctx, args, table, row, worker, start, num_bytes, message, flag, 
 def _do_row(ctx, args, table, row, tile, worker):
     flags, me = word(row, protocol.FLAGS), word(ctx, control.RANK)
     is_first, is_last = flags & protocol.IS_FIRST, flags & protocol.IS_LAST
-    is_simple, first_flag = word(table, protocol.PROTOCOL) == _SIMPLE, _first_flag(args, table, worker)
-    tile_bytes = word(table, protocol.TILE_BYTES)
-    place = word(row, protocol.PLACE) * word(table, protocol.PLACE_BYTES)
+    is_simple = word(table, protocol.PROTOCOL) == _SIMPLE
     if is_first and word(row, protocol.NUM_AFTER):
         status = _await_steps(ctx, args, table, row, tile)
         if status != control.OK:
             return status
-    message = received = source = received_from = received_now = 0
+    message = received = received_now = source = received_from = 0
     if flags & protocol.RECEIVES:
-        source = table + 8 * word(row, protocol.RECEIVE)
+        source, number = table + 8 * word(row, protocol.RECEIVE), word(row, protocol.RECEIVE_NUMBER)
         received_from = word(source, protocol.PEER)
-        received_now = tile * word(source, protocol.NUM_MESSAGES) + word(row, protocol.RECEIVE_NUMBER)
-        received = _num_messages(args, source) + received_now
-        message = peer(ctx, me) + _slot_offset(table, source, received) + place
+        received, received_now, message = _message(ctx, args, table, source, me, row, tile, number)
         if is_first and is_simple:
             address = peer(ctx, me) + word(source, protocol.SENT_WORD)
-            status = wait(ctx, address, received + 1, received_from, sites.PLAN_MESSAGE)  # RAW
+            status = wait(ctx, address, received, received_from, sites.PLAN_MESSAGE)  # RAW
             if status != control.OK:
                 return status
-    slot = sent = to = sent_to = sent_now = 0
+    slot = sent = sent_now = to = sent_to = 0
     if flags & protocol.SENDS:
-        to = table + 8 * word(row, protocol.SEND)
+        to, number = table + 8 * word(row, protocol.SEND), word(row, protocol.SEND_NUMBER)
         sent_to = word(to, protocol.PEER)
-        sent_now = tile * word(to, protocol.NUM_MESSAGES) + word(row, protocol.SEND_NUMBER)
-        sent = _num_messages(args, to) + sent_now
-        slot = peer(ctx, sent_to) + _slot_offset(table, to, sent) + place
-        reused = sent + 1 - word(table, protocol.DEPTH)
+        sent, sent_now, slot = _message(ctx, args, table, to, sent_to, row, tile, number)
+        reused = sent - word(table, protocol.DEPTH)
         if is_first and reused > word(ctx, control.GENERATION) << control.GENERATION_SHIFT:
             address = peer(ctx, me) + word(to, protocol.TAKEN_WORD)
             status = wait(ctx, address, reused, sent_to, sites.PLAN_SLOT)  # WAR
             if status != control.OK:
                 return status
-    start = tile * tile_bytes
-    num_bytes = min(tile_bytes, word(row, protocol.BYTES) - start)
-    if num_bytes > 0 and is_simple:
+    start = tile * word(table, protocol.TILE_BYTES)
+    num_bytes = min(word(table, protocol.TILE_BYTES), word(row, protocol.BYTES) - start)
+    if num_bytes > 0 and (is_simple or not flags & (protocol.RECEIVES | protocol.SENDS)):
         _move(ctx, args, row, worker, start, num_bytes, message, slot)
     elif num_bytes > 0:
+        before = _first_flag(args, table, worker)
         status = _move_lines(
-            ctx, args, table, row, worker, start, num_bytes, message, first_flag + received_now + 1, received_from,
-            slot, first_flag + sent_now + 1,
+            ctx, args, table, row, worker, start, num_bytes,
+            received_from, message, before + received_now, slot, before + sent_now,
         )  # fmt: skip
         if status != control.OK:
             return status
     if is_last:
         if flags & protocol.SENDS and is_simple:
-            signal(peer(ctx, sent_to) + word(to, protocol.SENT_WORD), sent + 1)
+            signal(peer(ctx, sent_to) + word(to, protocol.SENT_WORD), sent)
         if flags & protocol.RECEIVES:
-            signal(peer(ctx, received_from) + word(source, protocol.TAKEN_WORD), received + 1)
+            signal(peer(ctx, received_from) + word(source, protocol.TAKEN_WORD), received)
     return control.OK
 
 

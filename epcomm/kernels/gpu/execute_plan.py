@@ -39,9 +39,16 @@ def _address(args, x, out, buffer, offset):
 
 
 @device
-def _num_messages(args, fifo):
-    """That went through a FIFO before this operation, over the life of the communicator."""
-    return word(word(args, collectives.COUNTS), word(fifo, protocol.COUNT))
+def _message(ctx, args, table, fifo, rank, row, tile, number):
+    """(its number over the life of the communicator and that in this operation, from 1 on; the row's part of it).
+
+    It is message `number` of a FIFO in a tile; slots are `rank`'s.
+    """
+    now = tile * word(fifo, protocol.NUM_MESSAGES) + number
+    total = word(word(args, collectives.COUNTS), word(fifo, protocol.COUNT)) + now
+    slot = word(fifo, protocol.SLOTS) + total % word(table, protocol.DEPTH) * word(table, protocol.SLOT_BYTES)
+    place = word(row, protocol.PLACE) * word(table, protocol.PLACE_BYTES)
+    return total + 1, now + 1, peer(ctx, rank) + slot + place
 
 
 @device
@@ -55,11 +62,6 @@ def _first_flag(args, table, worker):
     """Number before the first one of this operation."""
     used = word(word(args, collectives.COUNTS), word(table, protocol.FLAG_COUNTS) + worker)
     return tl.where(_are_flags_used_up(args, table, worker), 0, used)
-
-
-@device
-def _slot_offset(table, fifo, number):
-    return word(fifo, protocol.SLOTS) + number % word(table, protocol.DEPTH) * word(table, protocol.SLOT_BYTES)
 
 
 @device
@@ -150,84 +152,104 @@ def _move(ctx, args, x, out, row, worker, start, num_bytes, message, slot,
 
 
 @device
-def _move_lines(ctx, args, fingerprint, x, out, row, worker, start, num_bytes, message, flag, rank, slot, sent_flag,
-                DTYPE: tl.constexpr, OP: tl.constexpr, FINISHES: tl.constexpr, PROTOCOL: tl.constexpr):  # fmt: skip
-    """As `_move`, of messages in lines with these flags: from and to the worker's stage, piece by piece."""
-    at, status = tl.cast(0, tl.int64), tl.cast(control.OK, tl.int64)
+def _received(ctx, args, table, row, tile):
+    """(the FIFO's record, and `_message`) of what a row receives."""
+    fifo = table + 8 * word(row, protocol.RECEIVE)
+    number, rank = word(row, protocol.RECEIVE_NUMBER), word(ctx, control.RANK)
+    total, now, message = _message(ctx, args, table, fifo, rank, row, tile, number)
+    return fifo, total, now, message
+
+
+@device
+def _sent(ctx, args, table, row, tile):
+    """(the FIFO's record, and `_message`) of what a row sends."""
+    fifo = table + 8 * word(row, protocol.SEND)
+    number, rank = word(row, protocol.SEND_NUMBER), word(fifo, protocol.PEER)
+    total, now, slot = _message(ctx, args, table, fifo, rank, row, tile, number)
+    return fifo, total, now, slot
+
+
+@device
+def _move_lines(ctx, args, fingerprint, x, out, table, row, tile, worker,
+                DTYPE: tl.constexpr, OP: tl.constexpr, PROTOCOL: tl.constexpr):  # fmt: skip
+    """As `_move`, of messages in lines: from and to the worker's stage, piece by piece; returns a status."""
+    at, num_bytes, status = tl.cast(0, tl.int64), _num_bytes(table, row, tile), tl.cast(control.OK, tl.int64)
     while (at < num_bytes) & (status == control.OK):
-        ctx, args, row = opaque(ctx), opaque(args), opaque(row)  # what is held from outside of the loop is spilled
-        flags = word(row, protocol.FLAGS)
+        table, row = opaque(table), opaque(row)  # what is held from outside of the loop is spilled
         stage = word(args, collectives.STAGES) + worker * lines.PIECE_BYTES
-        size, place = tl.minimum(num_bytes - at, lines.PIECE_BYTES), place_of(at, PROTOCOL)
-        if (flags & protocol.RECEIVES) != 0:
-            status = receive_flagged(ctx, fingerprint, stage, message + place, size, flag, rank, PROTOCOL)
+        size, first_flag = tl.minimum(num_bytes - at, lines.PIECE_BYTES), _first_flag(args, table, worker)
+        if (word(row, protocol.FLAGS) & protocol.RECEIVES) != 0:
+            fifo, _, number, message = _received(ctx, args, table, row, tile)
+            message, rank = message + place_of(at, PROTOCOL), word(fifo, protocol.PEER)
+            flag = first_flag + number
+            status = receive_flagged(ctx, fingerprint, stage, message, size, flag, rank, PROTOCOL)
             tl.debug_barrier()
         if status == control.OK:
-            _move(ctx, args, x, out, row, worker, start + at, size, stage, stage, DTYPE, OP, FINISHES)
-            if (flags & protocol.SENDS) != 0:
+            start = tile * word(table, protocol.TILE_BYTES) + at
+            _move(ctx, args, x, out, row, worker, start, size, stage, stage, DTYPE, OP, False)
+            if (word(row, protocol.FLAGS) & protocol.SENDS) != 0:
+                _, _, number, slot = _sent(ctx, args, table, row, tile)
                 tl.debug_barrier()
-                send_flagged(slot + place, stage, size, sent_flag, PROTOCOL)
+                send_flagged(slot + place_of(at, PROTOCOL), stage, size, first_flag + number, PROTOCOL)
         tl.debug_barrier()  # all threads are done with the stage
         at += lines.PIECE_BYTES
     return status
 
 
 @device
+def _num_bytes(table, row, tile):
+    """Of a row in a tile; 0 or less if there are none."""
+    tile_bytes = word(table, protocol.TILE_BYTES)
+    return tl.minimum(tile_bytes, word(row, protocol.BYTES) - tile * tile_bytes)
+
+
+@device
 def _do_row(ctx, args, fingerprint, x, out, table, row, tile, worker,
             DTYPE: tl.constexpr, OP: tl.constexpr, FINISHES: tl.constexpr, PROTOCOL: tl.constexpr):  # fmt: skip
-    flags, me = word(row, protocol.FLAGS), word(ctx, control.RANK)
-    is_first, is_last = (flags & protocol.IS_FIRST) != 0, (flags & protocol.IS_LAST) != 0
+    flags, status = word(row, protocol.FLAGS), tl.cast(control.OK, tl.int64)
+    is_first = (flags & protocol.IS_FIRST) != 0
     receives, sends = (flags & protocol.RECEIVES) != 0, (flags & protocol.SENDS) != 0
-    tile_bytes = word(table, protocol.TILE_BYTES)
-    place = word(row, protocol.PLACE) * word(table, protocol.PLACE_BYTES)
-    status = tl.cast(control.OK, tl.int64)
     if is_first:
         status = _await_steps(ctx, args, fingerprint, table, row, tile)
-    source, received, message, received_now = table, tl.cast(0, tl.int64), tl.cast(0, tl.int64), tl.cast(0, tl.int64)
+    message, slot = tl.cast(0, tl.int64), tl.cast(0, tl.int64)
     if receives:
-        source = table + 8 * word(row, protocol.RECEIVE)
-        received_now = tile * word(source, protocol.NUM_MESSAGES) + word(row, protocol.RECEIVE_NUMBER)
-        received = _num_messages(args, source) + received_now
-        message = peer(ctx, me) + _slot_offset(table, source, received) + place
+        source, received, _, message = _received(ctx, args, table, row, tile)
         if PROTOCOL == "simple":
             if is_first & (status == control.OK):
-                raised = peer(ctx, me) + word(source, protocol.SENT_WORD)
+                raised = peer(ctx, word(ctx, control.RANK)) + word(source, protocol.SENT_WORD)
                 rank = word(source, protocol.PEER)
-                status = wait(ctx, fingerprint, raised, received + 1, rank, sites.PLAN_MESSAGE)  # RAW
-    to, sent, slot, sent_now = table, tl.cast(0, tl.int64), tl.cast(0, tl.int64), tl.cast(0, tl.int64)
+                status = wait(ctx, fingerprint, raised, received, rank, sites.PLAN_MESSAGE)  # RAW
     if sends:
-        to = table + 8 * word(row, protocol.SEND)
-        sent_now = tile * word(to, protocol.NUM_MESSAGES) + word(row, protocol.SEND_NUMBER)
-        sent = _num_messages(args, to) + sent_now
-        slot = peer(ctx, word(to, protocol.PEER)) + _slot_offset(table, to, sent) + place
-        reused = sent + 1 - word(table, protocol.DEPTH)
+        to, sent, _, slot = _sent(ctx, args, table, row, tile)
+        reused = sent - word(table, protocol.DEPTH)
         is_reused = reused > word(ctx, control.GENERATION) << control.GENERATION_SHIFT
         if is_first & is_reused & (status == control.OK):
-            raised = peer(ctx, me) + word(to, protocol.TAKEN_WORD)
+            raised = peer(ctx, word(ctx, control.RANK)) + word(to, protocol.TAKEN_WORD)
             status = wait(ctx, fingerprint, raised, reused, word(to, protocol.PEER), sites.PLAN_SLOT)  # WAR
-    if status == control.OK:
-        start = tile * tile_bytes
-        num_bytes = tl.minimum(tile_bytes, word(row, protocol.BYTES) - start)
-        if num_bytes > 0:
-            if PROTOCOL == "simple":
-                _move(ctx, args, x, out, row, worker, start, num_bytes, message, slot, DTYPE, OP, FINISHES)
-            else:
-                before = _first_flag(args, table, worker)
-                status = _move_lines(
-                    ctx, args, fingerprint, x, out, row, worker, start, num_bytes, message, before + received_now + 1,
-                    word(source, protocol.PEER), slot, before + sent_now + 1, DTYPE, OP, FINISHES, PROTOCOL,
-                )  # fmt: skip
+    num_bytes = _num_bytes(table, row, tile)
+    if (num_bytes > 0) & (status == control.OK):
+        if (PROTOCOL == "simple") | ((receives | sends) == 0):
+            start = tile * word(table, protocol.TILE_BYTES)
+            _move(ctx, args, x, out, row, worker, start, num_bytes, message, slot, DTYPE, OP, FINISHES)
+        elif PROTOCOL != "simple":
+            SUM: tl.constexpr = "sum" if FINISHES else OP  # results are finished in rows without messages
+            status = _move_lines(ctx, args, fingerprint, x, out, table, row, tile, worker, DTYPE, SUM, PROTOCOL)
     if status == control.OK:
         tl.debug_barrier()  # the next row may read what other threads wrote, or write what they read
+        table, row = opaque(table), opaque(row)  # what is held while items are in registers is spilled
+        flags = word(row, protocol.FLAGS)
+        is_last = (flags & protocol.IS_LAST) != 0
         if PROTOCOL == "simple":
-            if is_last & sends:
-                signal(peer(ctx, word(to, protocol.PEER)) + word(to, protocol.SENT_WORD), sent + 1)
-        if is_last & receives:
-            signal(peer(ctx, word(source, protocol.PEER)) + word(source, protocol.TAKEN_WORD), received + 1)
+            if is_last & ((flags & protocol.SENDS) != 0):
+                to, sent, _, _ = _sent(ctx, args, table, row, tile)
+                signal(peer(ctx, word(to, protocol.PEER)) + word(to, protocol.SENT_WORD), sent)
+        if is_last & ((flags & protocol.RECEIVES) != 0):
+            source, received, _, _ = _received(ctx, args, table, row, tile)
+            signal(peer(ctx, word(source, protocol.PEER)) + word(source, protocol.TAKEN_WORD), received)
     return status
 
 
-@kernel("execute_plan", programs=all_programs, cooperative=True)
+@kernel("execute_plan", programs=all_programs, cooperative=True, max_registers=200)
 def execute_plan(ctx, args, fingerprint, x, out, num_bytes, streaming, c4, c5,
                  DTYPE: tl.constexpr, OP: tl.constexpr, FINISHES: tl.constexpr, PROTOCOL: tl.constexpr):  # fmt: skip
     program, status = enter(ctx, fingerprint, "none")
@@ -240,7 +262,9 @@ def execute_plan(ctx, args, fingerprint, x, out, num_bytes, streaming, c4, c5,
         for number in range(num_rows):
             if status == control.OK:
                 row = rows + number * (8 * protocol.ROW_WORDS)
-                status = _do_row(ctx, args, fingerprint, x, out, table, row, tile, program, DTYPE, OP, FINISHES, PROTOCOL)
+                status = _do_row(
+                    ctx, args, fingerprint, x, out, table, row, tile, program, DTYPE, OP, FINISHES, PROTOCOL
+                )  # fmt: skip
                 if (status == control.OK) & ((word(row, protocol.FLAGS) & protocol.IS_AWAITED) != 0):
                     store_release(_done_word(args, program), _done_value(ctx, num_rows, tile, number + 1))
     tl.debug_barrier()  # all threads have read the counts

@@ -31,7 +31,7 @@ _NONE = tl.constexpr(1 << 30)  # no word is late
 _PAIR_BYTES = tl.constexpr(16)
 _LINE_BYTES, _LINE_DATA_BYTES = tl.constexpr(lines.LINE_BYTES), tl.constexpr(lines.LINE_DATA_BYTES)
 _LINE_PAIRS = tl.constexpr(lines.LINE_BYTES // 16)
-_FLAG_OFFSET = tl.constexpr(lines.LINE_DATA_BYTES)
+_DATA = tl.constexpr((1 << 32) - 1)  # the lower half of a word
 _WORD_DATA_BYTES = tl.constexpr(lines.LL_DATA_BYTES)
 
 
@@ -45,7 +45,7 @@ def _pairs_of_words(start, num_bytes):
 
 @device
 def _pairs_of_lines(num_bytes):
-    """Of a piece in lines: (offsets of its pairs in the slot, in the stage, which exist, which of those have a flag)."""
+    """Of a piece in lines: (offsets of its pairs in the slot, in the stage, which exist, which have a flag)."""
     num_lines = (num_bytes + _LINE_DATA_BYTES - 1) // _LINE_DATA_BYTES
     pair = tl.arange(0, _TILE).to(tl.int64)
     line, part = pair // _LINE_PAIRS, pair % _LINE_PAIRS
@@ -59,8 +59,8 @@ def _send_words(slot, stage, num_bytes, flag):
     while start < num_pairs:
         pair, is_inside, _ = _pairs_of_words(start, num_bytes)
         data = load_words(stage + pair * 8, is_inside)
-        store_pairs(slot + pair * _PAIR_BYTES, (data & 0xFFFFFFFF) | (flag << 32), (data >> 32 & 0xFFFFFFFF) | (flag << 32),
-                    is_inside)  # fmt: skip
+        low, high = (data & _DATA) | (flag << 32), ((data >> 32) & _DATA) | (flag << 32)
+        store_pairs(slot + pair * _PAIR_BYTES, low, high, is_inside)
         start += _TILE
 
 
@@ -84,7 +84,7 @@ def _receive_words(ctx, fingerprint, stage, slot, num_bytes, flag, rank):
             status = wait(ctx, fingerprint, slot + late * 8, flag << 32, rank, sites.PLAN_MESSAGE)  # RAW
             low, high, late = _late_word(slot, start, num_bytes, flag)
         pair, is_inside, _ = _pairs_of_words(start, num_bytes)
-        store_words(stage + pair * 8, (low & 0xFFFFFFFF) | (high << 32), is_inside)
+        store_words(stage + pair * 8, (low & _DATA) | (high << 32), is_inside)
         start += _TILE
     return status
 
