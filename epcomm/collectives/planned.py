@@ -137,7 +137,8 @@ class PlanBinder:
         kernel = runtime.target.execute_plan(args.words, (x.dtype, op) if op else None, plan.protocol)
         more = f", op={op}" if op else ""
         more += f", root={root}" if kind in ROOTED else ""
-        text = f"{kind}(x={x.dtype} {tuple(x.shape)}{more}, algorithm=plan {plan.name} {proven.fingerprint})"
+        more += f", algorithm=plan {plan.name} {proven.fingerprint}, {plan.protocol}"
+        text = f"{kind}(x={x.dtype} {tuple(x.shape)}{more})"
         keep = (self._counts, self._done, self._stages, words, scratch, plan)
         operation = self._binder.operation(kernel, args, text, keep)
         input_at, output_at = plan.collective.overlay(runtime.rank)  # in chunks, of which a block is whole

@@ -94,7 +94,7 @@ class _Lowering:
         self._order = [position for position in proven.order if position.rank == rank]
         check_sizes(self._plan, proven.order, chunks)
         self._moved = {} if chunks.are_equal else moved_bytes(self._plan, proven.order, chunks)
-        has_lines = self._plan.protocol != lines.SIMPLE
+        has_lines = self._plan.protocol in lines.IN_LINES
         self._local_order = local_order(self._plan, rank, self._order) if has_lines else {}
         self._slot_bytes, self._incoming = self._slots()
         self._num_tiles, self._tile_bytes = self._tiles()
@@ -252,7 +252,7 @@ class _Lowering:
 
     def _num_flags(self) -> int:
         """As many as the longest FIFO, of all ranks, has messages; none if they have no flags."""
-        if self._plan.protocol == lines.SIMPLE:
+        if self._plan.protocol not in lines.IN_LINES:
             return 0
         sends = ((position, step.send_to) for position, step in self._plan.steps() if step.op.sends)
         num_messages = Counter((position.rank, peer, position.channel) for position, peer in sends)

@@ -26,6 +26,7 @@ to the rank's own chunks, lowering adds as steps to wait for (`collectives.plan.
 from __future__ import annotations
 
 SIMPLE, LL, LL128 = PROTOCOLS = ("simple", "ll", "ll128")
+IN_LINES = (LL, LL128)  # those with flags in messages
 
 LL_WORD_BYTES, LL_DATA_BYTES = 8, 4
 LINE_BYTES, LINE_DATA_BYTES = 128, 120

@@ -26,8 +26,8 @@ IS_FIRST, IS_LAST, IS_AWAITED, IS_FINAL, FINISHES = 32, 64, 128, 256, 512
 
 # ---- table (words): a header, then [workers, WORKER_WORDS], rows, FIFOs, steps to wait for; places in it are in words
 # ARRIVED: the offset of that word in all segments; PROTOCOL: its place in `lines.PROTOCOLS`; PLACE_BYTES: what
-# TILE_BYTES take in a message; NUM_FLAGS: that an operation takes; FLAG_COUNTS: among the counts, the place of the first
-# worker's count of flags; REGION, REGION_BYTES: offset and size of all memory that this protocol's slots may be in
+# TILE_BYTES take in a message; NUM_FLAGS: that an operation takes; FLAG_COUNTS: the place, among the counts, of worker
+# 0's count of flags; REGION, REGION_BYTES: offset and size of all memory that slots of this protocol may be in
 (
     NUM_TILES, TILE_BYTES, SLOT_BYTES, DEPTH, ARRIVED, PROTOCOL, PLACE_BYTES, NUM_FLAGS, FLAG_COUNTS, REGION,
     REGION_BYTES,
