@@ -266,7 +266,7 @@ def test_a_message_that_does_not_come(way: str) -> None:
         take_part_in_silence(comm, plan)
         if is_told:
             comm.abort("rank 1 has had enough")
-        return raised_by(comm.barrier)
+        return raised_by(comm.barrier, timeout=60.0)
 
     told, late = (on_ranks(2, body, is_told, timeout=limit)[0] for is_told, limit in ((True, 60.0), (False, 1.0)))
     assert isinstance(told.error, PeerFailedError) and "rank 1 has had enough" in told.text
