@@ -10,18 +10,21 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from epcomm.collectives.plan.chunks import Chunks, check_sizes
+from epcomm.collectives.plan.chunks import Chunks, check_sizes, moved_bytes
 from epcomm.collectives.plan.graph import Graph
+from epcomm.collectives.plan.local_order import local_order
 from epcomm.collectives.plan.plan import BUFFERS, Plan, Position, Step
 from epcomm.collectives.plan.verify import Proof, execution_order, verify
 from epcomm.errors import ConfigError
 from epcomm.heap.layout import align_up
+from epcomm.kernels.protocol import lines
 from epcomm.kernels.protocol import plans as protocol
 
 _MOST_ROWS = 1 << protocol.DONE_BITS
@@ -54,12 +57,16 @@ def prove(plan: Plan) -> ProvenPlan:
 
 @dataclass(frozen=True)
 class Fifos:
-    """Where the FIFOs of `size` ranks are, in every rank's segment: offsets of the words, and of the slots' bytes."""
+    """Where the FIFOs of `size` ranks are, in every rank's segment: offset of the words; by protocol, of the slots.
+
+    `flag_counts`: by protocol, the place among a rank's counts of its first worker's count of flags.
+    """
 
     size: int
     words: int
-    slots: int
-    num_bytes: int
+    slots: Mapping[str, int]
+    num_bytes: Mapping[str, int]
+    flag_counts: Mapping[str, int]
 
 
 def lower(
@@ -86,6 +93,9 @@ class _Lowering:
         self._num_workers, self._has_finish = num_workers, has_finish
         self._order = [position for position in proven.order if position.rank == rank]
         check_sizes(self._plan, proven.order, chunks)
+        self._moved = {} if chunks.are_equal else moved_bytes(self._plan, proven.order, chunks)
+        has_lines = self._plan.protocol in lines.IN_LINES
+        self._local_order = local_order(self._plan, rank, self._order) if has_lines else {}
         self._slot_bytes, self._incoming = self._slots()
         self._num_tiles, self._tile_bytes = self._tiles()
         self._rows: list[list[list[Any]]] = [[] for _ in range(num_workers)]  # with ends instead of FIFOs' places
@@ -114,22 +124,23 @@ class _Lowering:
         rows = self._rows[worker]
         receive = self._message(worker, False, step.receive_from, position.channel)
         send = self._message(worker, True, step.send_to, position.channel)
-        after = [(other % self._num_workers, self._done_at[other, at]) for other, at in step.after]
-        after = [(other, num_done) for other, num_done in after if other != worker]
-        self._after.append(after)
-        count = max(step.count, 1)
-        for place in range(count):
+        after: dict[int, int] = {}
+        for program, at in {*step.after, *self._local_order.get(position, ())}:
+            if (other := program % self._num_workers) != worker:
+                after[other] = max(self._done_at[program, at], after.get(other, 0))
+        self._after.append([*after.items()])
+        moved = self._moved.get(position) or [self._chunks.chunk_bytes] * max(step.count, 1)
+        for place, num_bytes in enumerate(moved):
             flags = step.op.flags
-            flags |= protocol.IS_FIRST * (place == 0) | protocol.IS_LAST * (place == count - 1)
+            flags |= protocol.IS_FIRST * (place == 0) | protocol.IS_LAST * (place == len(moved) - 1)
             flags |= protocol.IS_FINAL * ((position, place) in final)
-            operands, num_bytes = [], self._chunks.chunk_bytes
+            operands = []
             for location in (step.src, step.dst):
                 if location is None:
                     operands += [0, 0]
                     continue
                 buffer, chunk = location.buffer, location.offset + place
                 operands += [BUFFERS.index(buffer), self._chunks.offset(buffer, chunk)]
-                num_bytes = min(num_bytes, self._chunks.num_bytes(buffer, chunk))
             rows.append([flags, num_bytes, *operands, place, *receive, *send, len(self._after) - 1, len(after)])
         self._done_at[position.program, position.step] = len(rows)
 
@@ -193,13 +204,14 @@ class _Lowering:
             incoming[fifo] = num_fifos[fifo[0]]
             num_fifos[fifo[0]] += 1
         num_slots = max(num_fifos.values(), default=1) * self._plan.fifo_depth
-        return min(protocol.MAX_SLOT_BYTES, self._fifos.num_bytes // num_slots) & -protocol.TILE_ALIGNMENT, incoming
+        num_bytes = self._fifos.num_bytes[self._plan.protocol]
+        return min(protocol.MAX_SLOT_BYTES, num_bytes // num_slots) & -lines.LINE_BYTES, incoming
 
     def _tiles(self) -> tuple[int, int]:
         """(number of tiles, bytes of each chunk in one)."""
         chunk_bytes = self._chunks.chunk_bytes
         largest = max((step.count for _, step in self._plan.steps() if step.op.sends), default=1)
-        most = self._slot_bytes // largest & -protocol.TILE_ALIGNMENT
+        most = lines.data_bytes(self._plan.protocol, self._slot_bytes // largest) & -protocol.TILE_ALIGNMENT
         if most == 0:
             slot = f"slots of {self._slot_bytes} bytes"
             raise self._error(f"its FIFOs have {slot}, too few for {largest} chunks: wanted fewer FIFOs or less depth")
@@ -216,7 +228,10 @@ class _Lowering:
         fifo_at = {end: first_fifo + protocol.FIFO_WORDS * place for place, end in enumerate(by_worker)}
         after_at = first_after + protocol.AFTER_WORDS * np.cumsum([0, *map(len, self._after)])
         awaited = {entry for after in self._after for entry in after}
+        way = self._plan.protocol
         words = [self._num_tiles, self._tile_bytes, self._slot_bytes, self._plan.fifo_depth, self._fifos.words]
+        words += [lines.PROTOCOLS.index(way), lines.message_bytes(way, self._tile_bytes), self._num_flags()]
+        words += [self._fifos.flag_counts[way], self._fifos.slots[way], self._fifos.num_bytes[way]]
         row_at, at = first_row, first_fifo
         for worker in range(self._num_workers):
             num_fifos = sum(owner == worker for owner, _ in self._ends.values())
@@ -235,6 +250,14 @@ class _Lowering:
         words += [word for after in self._after for worker, done in after for word in (worker, num_rows[worker], done)]
         return np.array(words, np.int64)
 
+    def _num_flags(self) -> int:
+        """As many as the longest FIFO, of all ranks, has messages; none if they have no flags."""
+        if self._plan.protocol not in lines.IN_LINES:
+            return 0
+        sends = ((position, step.send_to) for position, step in self._plan.steps() if step.op.sends)
+        num_messages = Counter((position.rank, peer, position.channel) for position, peer in sends)
+        return self._num_tiles * max(num_messages.values(), default=0)
+
     def _fifo(self, end: _End) -> list[int]:
         """The record of one end of a FIFO."""
         (is_sending, peer, channel), size = end, self._fifos.size
@@ -243,4 +266,4 @@ class _Lowering:
         taken = protocol.taken_word(self._fifos.words, size, channel, dst)
         slots = self._incoming[dst, src, channel] * self._plan.fifo_depth * self._slot_bytes
         count = (is_sending * protocol.MAX_CHANNELS + channel) * size + peer
-        return [peer, sent, taken, self._fifos.slots + slots, self._ends[end][1], count]
+        return [peer, sent, taken, self._fifos.slots[self._plan.protocol] + slots, self._ends[end][1], count]

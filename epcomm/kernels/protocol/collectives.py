@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from epcomm.device.control import LINE, control_region_bytes
 from epcomm.heap.layout import Layout
+from epcomm.kernels.protocol.lines import LINES_BYTES
 from epcomm.kernels.protocol.plans import plan_word_lines
 
 ONE_SHOT_BYTES = 32 << 10  # larger messages go in two shots, where they cost less traffic
@@ -36,8 +37,9 @@ PARTIAL_SCALE = 15  # rails: bytes of a partial result per byte of the message
 ARE_ALONE = 16  # rails: 1 if every node has one rank, whose input is its node's partial result
 NUM_SHARES = 17  # rails: in how many shares nodes finish a part, each node its own; 1: each node finishes all of it
 KEPT_OFFSET, KEPT_BYTES = 18, 19  # rails: which bytes of the result this rank gets
-COUNTS, DONE, SCRATCH = 20, 21, 22  # plans: addresses: counts of messages, words of programs (a line each), chunks
-NUM_WORDS = 23
+# plans: addresses: counts of messages and flags, words of programs (a line each), chunks, stages of programs
+COUNTS, DONE, SCRATCH, STAGES = 20, 21, 22, 23
+NUM_WORDS = 24
 # rows of an exchange's table: byte offsets in x and out, and byte counts, by peer
 SEND_OFFSET, SEND_BYTES, RECEIVE_OFFSET, RECEIVE_BYTES = range(4)
 
@@ -102,6 +104,9 @@ class CollectiveRegions:
     plan_words: int  # see `plans`
     fifos: int  # [fifo_bytes], of plans: the rings above
     fifo_bytes: int
+    ll: int  # [lines_bytes], of plans: FIFOs of messages in words with flags, see `lines`
+    ll128: int  # [lines_bytes], in lines with flags
+    lines_bytes: int
     size: int  # of the whole segment
 
     @property
@@ -119,6 +124,7 @@ def collective_regions(
     if there is one.
     """
     layout = Layout()
+    lines_bytes = (num_nodes == 1) * num_channels * LINES_BYTES
     layout.add("control", control_region_bytes(size))
     spans, slots = num_nodes > 1, num_channels * NUM_SLOTS
     regions = dict(
@@ -139,7 +145,11 @@ def collective_regions(
         outbox=layout.add("outbox", spans * size * INBOX_BYTES),
         copies=layout.add("copies", copy_bytes),
         plan_words=layout.add("plan_words", (not spans) * plan_word_lines(size) * LINE, LINE),
+        ll=layout.add("ll", lines_bytes),
+        ll128=layout.add("ll128", lines_bytes),
     )
     # Nobody is in another collective when a plan's messages are sent, and none of them is left when it ends.
     fifos, end = regions["staged"], regions["sent"] + slots * CHUNK_BYTES
-    return CollectiveRegions(**regions, fifos=fifos, fifo_bytes=end - fifos, size=layout.size)
+    return CollectiveRegions(
+        **regions, fifos=fifos, fifo_bytes=end - fifos, lines_bytes=lines_bytes, size=layout.size
+    )

@@ -7,7 +7,7 @@ beyond the bytes that exist of a chunk here is neither read nor written.
 A FIFO leads from one rank to another on one channel. Its slots are in the receiver's segment, and so is the word SENT,
 which the sender raises; TAKEN, which the receiver raises, is in the sender's. They count messages over the whole life
 of the communicator (generation in the top bits); FIFOs are empty between operations, so each plan may lay its slots out
-anew.
+anew. With the protocols "ll" and "ll128" messages have flags in them, and SENT isn't used: see `lines`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,14 @@ RECEIVES, SENDS, REDUCES, READS, WRITES = 1, 2, 4, 8, 16
 IS_FIRST, IS_LAST, IS_AWAITED, IS_FINAL, FINISHES = 32, 64, 128, 256, 512
 
 # ---- table (words): a header, then [workers, WORKER_WORDS], rows, FIFOs, steps to wait for; places in it are in words
-NUM_TILES, TILE_BYTES, SLOT_BYTES, DEPTH, ARRIVED = range(5)  # the last: the offset of that word in all segments
-HEADER_WORDS = 5
+# ARRIVED: the offset of that word in all segments; PROTOCOL: its place in `lines.PROTOCOLS`; PLACE_BYTES: what
+# TILE_BYTES take in a message; NUM_FLAGS: that an operation takes; FLAG_COUNTS: the place, among the counts, of worker
+# 0's count of flags; REGION, REGION_BYTES: offset and size of all memory that slots of this protocol may be in
+(
+    NUM_TILES, TILE_BYTES, SLOT_BYTES, DEPTH, ARRIVED, PROTOCOL, PLACE_BYTES, NUM_FLAGS, FLAG_COUNTS, REGION,
+    REGION_BYTES,
+) = range(11)  # fmt: skip
+HEADER_WORDS = 11
 # of a worker: its rows, and the FIFOs that it uses
 FIRST_ROW, NUM_ROWS, FIRST_FIFO, NUM_FIFOS = range(4)
 WORKER_WORDS = 4
