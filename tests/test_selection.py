@@ -245,6 +245,20 @@ def test_eight_ranks_of_a_dgx1() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("topology", LARGER, ids=lambda topology: topology.name)
+def test_whatever_is_chosen_is_bound(topology: Topology) -> None:
+    """There is memory for the FIFOs of as many channels as a GPU's ranks would have, and tables aren't too long."""
+
+    def body() -> list[str]:
+        with epcomm.init(timeout=100.0, topology=topology, num_threads=16) as comm:
+            ways = itertools.product(SIZES, (torch.float32, torch.bfloat16))
+            return [comm.describe_allreduce(torch.empty(size // dtype.itemsize, dtype=dtype)) for size, dtype in ways]
+
+    found = run_ranks(body, 8, ranks="threads", timeout=280.0)
+    assert all(texts == found[0] for texts in found)
+
+
+@pytest.mark.slow
 def test_interpreted_ranks_run_what_is_chosen() -> None:
     def body() -> str:
         with kernels_of("mixed"), epcomm.init(timeout=100.0, topology=MACHINES["twisted ring"][0]) as comm:
