@@ -48,7 +48,8 @@ class Reductions(Calls):
 
         def choose() -> str | Plan:
             check_op(where, x.dtype, op)
-            return chosen_on(machine, x.nbytes, x.dtype, op, binder.num_channels)
+            has_ll128 = self.runtime.target.moves_whole_lines(self.runtime.collectives)
+            return chosen_on(machine, x.nbytes, x.dtype, op, binder.num_channels, has_ll128)
 
         return binder.cached(("auto", x.nbytes, x.dtype, op), choose)
 

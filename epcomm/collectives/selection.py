@@ -12,6 +12,7 @@ from epcomm.collectives.plan import Plan
 from epcomm.errors import ConfigError, UnsupportedError
 from epcomm.kernels.protocol.arithmetic import SWITCH_DTYPES, SWITCH_OPS
 from epcomm.kernels.protocol.collectives import ONE_SHOT_BYTES
+from epcomm.kernels.protocol.lines import LL128
 from epcomm.kernels.target import Target
 
 if TYPE_CHECKING:
@@ -74,12 +75,15 @@ def priced_machine(
     return Machine.of(topology or known_gpus(target.kind, len(nodes), has_multicast))
 
 
-def chosen_on(machine: Machine, num_bytes: int, dtype: torch.dtype, op: str, num_programs: int) -> str | Plan:
+def chosen_on(
+    machine: Machine, num_bytes: int, dtype: torch.dtype, op: str, num_programs: int, has_ll128: bool
+) -> str | Plan:
     """What `auto` means for an allreduce on a machine: a kernel's name, or a plan."""
-    from epcomm.collectives.cost.choice import Request, choose  # here machines have loaded most of it
+    from epcomm.collectives.cost.choice import EXECUTED, Request, choose  # here machines have loaded most of it
 
     name = str(dtype).removeprefix("torch.")
-    chosen = choose(Request(num_bytes, machine, name, op=op, num_programs=num_programs))
+    protocols = tuple(each for each in EXECUTED if has_ll128 or each != LL128)
+    chosen = choose(Request(num_bytes, machine, name, op=op, num_programs=num_programs, protocols=protocols))
     return chosen.algorithm if chosen.is_kernel else chosen.plan
 
 

@@ -23,6 +23,7 @@ from epcomm.collectives.plan import Collective, Plan
 from epcomm.collectives.plan.conditions import ROOTED
 from epcomm.errors import ConfigError
 from epcomm.kernels.protocol.collectives import CHUNK_BYTES
+from epcomm.kernels.protocol.lines import SIMPLE
 from epcomm.simulation.costs import Costs
 from epcomm.simulation.rounds import Schedule
 
@@ -49,6 +50,7 @@ class Request:
     tensor of an allreduce, broadcast or reduce, a rank's block of the others. ConfigError if there is none such.
 
     `num_programs`: how many programs each rank has: at most so many channels has a plan, and as many a kernel.
+    `protocols`: those by which plans run there.
     """
 
     num_bytes: int
@@ -58,6 +60,7 @@ class Request:
     root: int = 0
     op: str = "sum"
     num_programs: int = CHANNELS[-1]
+    protocols: tuple[str, ...] = EXECUTED
 
     def __post_init__(self) -> None:
         if self.root and self.kind not in ROOTED:
@@ -117,7 +120,7 @@ class Candidate:
     @property
     def runs(self) -> bool:
         """Whether that is there: of plans, executors have some protocols, and don't widen partial sums."""
-        return self.is_kernel or self.protocol in EXECUTED and not self.wide_sums
+        return self.is_kernel or self.protocol in self.request.protocols and not self.wide_sums
 
     @property
     def costs(self) -> Costs:
@@ -126,9 +129,12 @@ class Candidate:
 
     @cached_property
     def plan(self) -> Plan:
-        return self._plan(channels=self.channels, pieces=self.pieces)
+        """The plan; of a kernel the one of its algorithm, to simulate it."""
+        return self._plan(
+            channels=self.channels, pieces=self.pieces, protocol=SIMPLE if self.is_kernel else self.protocol
+        )
 
-    def _plan(self, **options: int) -> Plan:
+    def _plan(self, **options: Any) -> Plan:
         request, algorithm = self.request, ALGORITHMS[self.algorithm]
         known = {"order": request.world.order, "ranks_per_node": request.world.ranks_per_node}
         given: dict[str, Any] = {name: value for name, value in known.items() if name in algorithm.options}
@@ -190,9 +196,10 @@ def choose(request: Request) -> Candidate:
     machine, num_nodes = request.machine, len(request.machine.nodes)
     kernel, found = measured_kernel(request.num_bytes, num_nodes), list[Candidate]()
     if machine.has_speeds:
-        is_given = num_nodes > 1 or machine.is_of_cores
-        names, protocols = ((kernel,), (KERNEL,)) if is_given else (algorithms_of(request.kind), (KERNEL, *EXECUTED))
-        found, _ = _priced(request, names, protocols)
+        if num_nodes > 1 or machine.is_of_cores:
+            found, _ = _priced(request, (kernel,), (KERNEL,))
+        else:
+            found, _ = _priced(request, algorithms_of(request.kind), (KERNEL, *request.protocols))
     return next(allowed(request, found), _unpriced(request, kernel))
 
 

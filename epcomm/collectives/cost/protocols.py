@@ -46,8 +46,8 @@ PROTOCOLS = {
 KERNEL = "kernel"
 _BY_HAND = Protocol(KERNEL, 1.0, PROTOCOLS["ll"].base, PROTOCOLS["simple"].latency)
 
-#: what the executors of plans have
-EXECUTED = ("simple",)
+#: what executors of plans have. On some GPUs plans don't run by "ll128": see `Target.moves_whole_lines`.
+EXECUTED = ("simple", "ll", "ll128")
 
 
 @dataclass(frozen=True)
