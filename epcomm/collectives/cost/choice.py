@@ -190,9 +190,10 @@ def choose(request: Request) -> Candidate:
     machine, num_nodes = request.machine, len(request.machine.nodes)
     kernel, found = measured_kernel(request.num_bytes, num_nodes), list[Candidate]()
     if machine.has_speeds:
-        is_given = num_nodes > 1 or machine.is_of_cores
-        names, protocols = ((kernel,), (KERNEL,)) if is_given else (algorithms_of(request.kind), (KERNEL, *EXECUTED))
-        found, _ = _priced(request, names, protocols)
+        if num_nodes > 1 or machine.is_of_cores:
+            found, _ = _priced(request, (kernel,), (KERNEL,))
+        else:
+            found, _ = _priced(request, algorithms_of(request.kind), (KERNEL, *EXECUTED))
     return next(allowed(request, found), _unpriced(request, kernel))
 
 
