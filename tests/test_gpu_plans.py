@@ -102,7 +102,7 @@ def test_a_message_that_does_not_come() -> None:
             if comm.rank == 1:
                 return raised_by(comm.allreduce, torch.ones(5000), algorithm=plan)
             take_part_in_silence(comm, plan)
-            return raised_by(comm.barrier)
+            return raised_by(comm.barrier, timeout=60.0)
 
     for way in lines.IN_LINES:
         raised = run_ranks(body, 2, way)[1]

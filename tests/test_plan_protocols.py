@@ -19,7 +19,8 @@ from epcomm.collectives.algorithms import ALGORITHMS
 from epcomm.collectives.cost.protocols import PROTOCOLS as PRICED
 from epcomm.collectives.plan import Collective, Dependency, Location, Op, Plan, Position, Program, Step
 from epcomm.collectives.plan.local_order import local_order
-from epcomm.collectives.plan.lower import Fifos, lower, prove
+from epcomm.collectives.plan.fifos import FifoMemory
+from epcomm.collectives.plan.lower import lower, prove
 from epcomm.collectives.plan.msccl import from_msccl
 from epcomm.errors import PeerFailedError
 from epcomm.kernels.protocol import plans as table
@@ -158,7 +159,8 @@ def test_accesses_that_messages_ordered_wait_for_each_other() -> None:
         Position(0, 1, 0, 0): {Dependency(0, 1), Dependency(0, 2)}
     }
     assert not any(local_order(plan, 1, [Position(1, 0, 0, 0)]).values())
-    fifos = Fifos(2, 0, *(dict.fromkeys(PROTOCOLS, value) for value in (0, 1 << 20, 0)))
+    places = [dict.fromkeys(PROTOCOLS, value) for value in (0, 1 << 20, 0)]
+    fifos = FifoMemory((0, 0), 0, places[0], places[1], 0, 0, places[2])
     sizes = {way: lower(prove(echo(way)), 0, 2, 512, fifos).size for way in PROTOCOLS}
     assert sizes[LL] == sizes[LL128] == sizes["simple"] + table.AFTER_WORDS
 
@@ -266,7 +268,7 @@ def test_a_message_that_does_not_come(way: str) -> None:
         take_part_in_silence(comm, plan)
         if is_told:
             comm.abort("rank 1 has had enough")
-        return raised_by(comm.barrier)
+        return raised_by(comm.barrier, timeout=60.0)
 
     told, late = (on_ranks(2, body, is_told, timeout=limit)[0] for is_told, limit in ((True, 60.0), (False, 1.0)))
     assert isinstance(told.error, PeerFailedError) and "rank 1 has had enough" in told.text

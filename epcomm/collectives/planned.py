@@ -31,6 +31,15 @@ _MOST_CHANNELS = 8  # of plans made here; more would leave their FIFOs little me
 _TWO_PIECES_BYTES = 128 << 10
 
 
+def named_plan(name: str, kind: str, size: int, root: int, unit_bytes: int, num_channels: int) -> Plan:
+    """What a communicator of `size` ranks with so many channels makes of an algorithm's name.
+
+    `unit_bytes`: of the collective's unit. ConfigError if the algorithm can't do that.
+    """
+    pieces = 2 if unit_bytes // size >= _TWO_PIECES_BYTES else 1
+    return _made_plan(name, kind, size, root, min(num_channels, _MOST_CHANNELS), pieces)
+
+
 @functools.lru_cache(maxsize=256)
 def _made_plan(name: str, kind: str, size: int, root: int, channels: int, pieces: int) -> Plan:
     return ALGORITHMS[name].plan(kind, size, root=root, channels=channels, pieces=pieces)
@@ -154,10 +163,8 @@ class PlanBinder:
                 known += [name for name, made in ALGORITHMS.items() if kind in made.forms and name not in known]
                 wanted = f"wanted a plan or one of {', '.join(known)}"
                 raise ConfigError(f"{where}: argument `algorithm`: {wanted}, got {algorithm!r}")
-            channels = min(self._binder.num_channels, _MOST_CHANNELS)
-            pieces = 2 if unit_bytes // size >= _TWO_PIECES_BYTES else 1
             try:
-                return _made_plan(algorithm, kind, size, root, channels, pieces)
+                return named_plan(algorithm, kind, size, root, unit_bytes, self._binder.num_channels)
             except ConfigError as error:
                 raise ConfigError(f"{where}: argument `algorithm`: {error}") from None
         collective = algorithm.collective

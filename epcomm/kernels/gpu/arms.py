@@ -14,7 +14,7 @@ from epcomm.device.gpu.compile import Kernel
 from epcomm.kernels.gpu.target import GpuKernels
 from epcomm.kernels.protocol import collectives
 from epcomm.kernels.protocol.arithmetic import COMBINE_FORMS, ROW_SUM_DTYPES, SWITCH_DTYPES, SWITCH_OPS, supported_ops
-from epcomm.kernels.protocol.lines import PROTOCOLS
+from epcomm.kernels.protocol.lines import IN_LINES, PROTOCOLS, SIMPLE
 
 _BF16, _F16, _F32, _F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 _INTEGERS = tuple(getattr(torch, f"{sign}int{bits}") for bits in (8, 16, 32, 64) for sign in ("", "u"))
@@ -134,7 +134,9 @@ def _arms(
         yield kernels.exchange(_block(), reduction, True)
     for way in PROTOCOLS:
         yield kernels.execute_plan(_NOTHING, None, way)
-    for reduction, way in itertools.product(reductions if everything else reductions[::8], PROTOCOLS):
+    for reduction in reductions if everything else reductions[::8]:
+        yield kernels.execute_plan(_NOTHING, reduction, SIMPLE)
+    for reduction, way in itertools.product(reductions if everything else reductions[:1], IN_LINES):
         yield kernels.execute_plan(_NOTHING, reduction, way)
     for dtype, op in itertools.product(SWITCH_DTYPES, SWITCH_OPS):
         yield kernels.reduce(_NOTHING, "multimem", dtype, op)
