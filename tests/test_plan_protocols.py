@@ -18,8 +18,8 @@ import epcomm
 from epcomm.collectives.algorithms import ALGORITHMS
 from epcomm.collectives.cost.protocols import PROTOCOLS as PRICED
 from epcomm.collectives.plan import Collective, Dependency, Location, Op, Plan, Position, Program, Step
-from epcomm.collectives.plan.local_order import local_order
 from epcomm.collectives.plan.fifos import FifoMemory
+from epcomm.collectives.plan.local_order import local_order
 from epcomm.collectives.plan.lower import lower, prove
 from epcomm.collectives.plan.msccl import from_msccl
 from epcomm.errors import PeerFailedError
