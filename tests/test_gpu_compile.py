@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -31,7 +32,7 @@ from epcomm.device.gpu.machine import device
 from epcomm.device.gpu.memory import load32, load64, set_word
 from epcomm.errors import ConfigError, UnsupportedError
 from epcomm.kernels.gpu.arms import arms
-from epcomm.kernels.protocol.lines import IN_LINES
+from epcomm.kernels.protocol.lines import IN_LINES, LL128
 
 NO_PAYLOAD = {"barrier", "route"}  # they move words only
 FEW, ALL = arms(), arms(everything=True)
@@ -90,14 +91,20 @@ def test_arm_is_not_for_an_older_arch(arch: str, name: str) -> None:
 @pytest.mark.parametrize("way", IN_LINES)
 @pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90"])
 def test_messages_in_lines_move_by_strong_accesses_of_16_bytes(arch: str, way: str) -> None:
-    """A pair of words by one instruction, which no compiler may split or leave out."""
+    """A pair of words by one instruction, which no compiler may leave out; a line of "ll128" by one of a warp."""
     arm = ALL[f"execute_plan DTYPE=uint8 FINISHES=False PROTOCOL={way}"]
-    found = ptx.accesses(compile_kernel(arm, arch).asm["ptx"])
+    compiled = compile_kernel(arm, arch)
+    found = ptx.accesses(compiled.asm["ptx"])
     pairs = [access for access in found if ".relaxed.sys." in access.instruction]
     assert {access.instruction for access in pairs} == {
         "ld.relaxed.sys.global.v2.b64", "st.relaxed.sys.global.v2.b64",
     }  # fmt: skip
     assert {access.num_bytes for access in pairs} == {16}
+    # a warp's threads have consecutive pairs at once, and so whole lines
+    layouts = dict(re.findall(r"^(#blocked\d*) = (.*)$", compiled.asm["ttgir"], re.MULTILINE))
+    moved = [line for line in compiled.asm["ttgir"].splitlines() if ".relaxed.sys.global.v2.b64" in line]
+    for layout in set(re.findall(r"#blocked\d*", "".join(moved))) if way == LL128 else ():
+        assert "sizePerThread = [1], threadsPerWarp = [32]" in layouts[layout]
 
 
 def test_every_kernel_has_an_arm() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from epcomm.collectives.plan.local_order import local_order
 from epcomm.collectives.plan.lower import lower, prove
 from epcomm.collectives.plan.msccl import from_msccl
 from epcomm.errors import PeerFailedError
+from epcomm.kernels.gpu.cuda import CudaTarget
 from epcomm.kernels.protocol import plans as table
 from epcomm.kernels.protocol.lines import (
     IN_LINES,
@@ -255,7 +258,27 @@ def test_flags_that_begin_again_are_not_found_in_old_messages(way: str) -> None:
     on_ranks(3, body, num_threads=2)
 
 
-# ---- failures
+# ---- what is refused, failures
+
+
+def test_lines_that_may_arrive_in_parts_are_refused() -> None:
+    def body(comm: epcomm.Communicator) -> tuple[Raised, torch.Tensor]:
+        plans = {way: ALGORITHMS["ring"].plan("allreduce", 2, protocol=way) for way in PROTOCOLS}
+        target = comm._runtime.target
+        with mock.patch.object(target, "moves_whole_lines", return_value=False):
+            raised = raised_by(comm.allreduce, torch.ones(5), algorithm=plans[LL128])
+        comm.reset()
+        return raised, comm.allreduce(torch.ones(5), algorithm=plans[LL])
+
+    for raised, total in on_ranks(2, body):
+        assert "protocol ll128: wanted ranks on one GPU, or on GPUs that NVLink's switch joins" in raised.text
+        assert total.tolist() == [2.0] * 5
+
+
+@pytest.mark.parametrize("multicast, group, wanted", [(1, None, True), (0, True, True), (0, False, False)])
+def test_where_cuda_moves_whole_lines(multicast: int, group: bool | None, wanted: bool) -> None:
+    target = SimpleNamespace(_group=None if group is None else SimpleNamespace(is_one_gpu=group))
+    assert CudaTarget.moves_whole_lines(target, SimpleNamespace(multicast=multicast)) is wanted  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("way", IN_LINES)
