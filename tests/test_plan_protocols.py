@@ -20,8 +20,9 @@ import epcomm
 from epcomm.collectives.algorithms import ALGORITHMS
 from epcomm.collectives.cost.protocols import PROTOCOLS as PRICED
 from epcomm.collectives.plan import Collective, Dependency, Location, Op, Plan, Position, Program, Step
+from epcomm.collectives.plan.fifos import FifoMemory
 from epcomm.collectives.plan.local_order import local_order
-from epcomm.collectives.plan.lower import Fifos, lower, prove
+from epcomm.collectives.plan.lower import lower, prove
 from epcomm.collectives.plan.msccl import from_msccl
 from epcomm.errors import PeerFailedError
 from epcomm.kernels.gpu.cuda import CudaTarget
@@ -161,7 +162,8 @@ def test_accesses_that_messages_ordered_wait_for_each_other() -> None:
         Position(0, 1, 0, 0): {Dependency(0, 1), Dependency(0, 2)}
     }
     assert not any(local_order(plan, 1, [Position(1, 0, 0, 0)]).values())
-    fifos = Fifos(2, 0, *(dict.fromkeys(PROTOCOLS, value) for value in (0, 1 << 20, 0)))
+    places = [dict.fromkeys(PROTOCOLS, value) for value in (0, 1 << 20, 0)]
+    fifos = FifoMemory((0, 0), 0, places[0], places[1], 0, 0, places[2])
     sizes = {way: lower(prove(echo(way)), 0, 2, 512, fifos).size for way in PROTOCOLS}
     assert sizes[LL] == sizes[LL128] == sizes["simple"] + table.AFTER_WORDS
 

@@ -13,7 +13,8 @@ from epcomm.collectives.bind import Binder, private_words
 from epcomm.collectives.checks import check_op
 from epcomm.collectives.plan import Plan
 from epcomm.collectives.plan.conditions import REDUCTIONS, ROOTED
-from epcomm.collectives.plan.lower import Fifos, lower, prove, scratch_bytes
+from epcomm.collectives.plan.fifos import FifoMemory
+from epcomm.collectives.plan.lower import lower, prove, scratch_bytes
 from epcomm.collectives.selection import ALGORITHMS as KERNELS
 from epcomm.device.control import GENERATION_SHIFT, LINE
 from epcomm.device.cpu.memory import STREAMING_BYTES
@@ -77,11 +78,13 @@ class PlanBinder:
         target, size = self._runtime.target, self._runtime.size
         self._num_workers = workers = target.plan_workers(binder.num_channels)
         self._first_flag_count = 2 * MAX_CHANNELS * size
-        self._fifos = Fifos(
-            size,
+        self._memory = FifoMemory(
+            tuple(self._runtime.nodes),
             regions.plan_words,
             slots={SIMPLE: regions.fifos, LL: regions.ll, LL128: regions.ll128},
             num_bytes={SIMPLE: regions.fifo_bytes, LL: regions.lines_bytes, LL128: regions.lines_bytes},
+            departures=regions.departures,
+            departure_bytes=regions.departures_bytes,
             flag_counts={way: self._first_flag_count + at * workers for at, way in enumerate(PROTOCOLS)},
         )
         self._counts = target.private(8 * (self._first_flag_count + len(PROTOCOLS) * workers))
@@ -125,13 +128,11 @@ class PlanBinder:
         if kind in REDUCTIONS:
             check_op(where, x.dtype, op)
         runtime = self._runtime
-        if self._binder.spans_hosts:
-            raise UnsupportedError(f"{where}: plans need ranks that share memory, and these are on several hosts")
         unit_bytes = x.nbytes // (runtime.size if kind in ("reduce_scatter", "alltoall") else 1)
         plan = self._plan(where, kind, algorithm, root, unit_bytes)
         try:
             proven = prove(plan)
-            table = lower(proven, runtime.rank, self._num_workers, unit_bytes, self._fifos, has_finish(op))
+            table = lower(proven, runtime.rank, self._num_workers, unit_bytes, self._memory, has_finish(op))
         except (PlanError, ConfigError) as error:
             raise ConfigError(f"{where}: argument `algorithm`: {error}") from error
         if plan.protocol == LL128 and not runtime.target.moves_whole_lines(runtime.collectives):

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from epcomm.collectives.plan.chunks import Chunks, check_sizes, moved_bytes
+from epcomm.collectives.plan.fifos import FifoMemory, Fifos
 from epcomm.collectives.plan.graph import Graph
 from epcomm.collectives.plan.local_order import local_order
 from epcomm.collectives.plan.plan import BUFFERS, Plan, Position, Step
@@ -55,29 +55,16 @@ def prove(plan: Plan) -> ProvenPlan:
     return ProvenPlan(plan, proof, tuple(map(graph.position, order.tolist())), fingerprint)
 
 
-@dataclass(frozen=True)
-class Fifos:
-    """Where the FIFOs of `size` ranks are, in every rank's segment: offset of the words; by protocol, of the slots.
-
-    `flag_counts`: by protocol, the place among a rank's counts of its first worker's count of flags.
-    """
-
-    size: int
-    words: int
-    slots: Mapping[str, int]
-    num_bytes: Mapping[str, int]
-    flag_counts: Mapping[str, int]
-
-
 def lower(
-    proven: ProvenPlan, rank: int, num_workers: int, block_bytes: int, fifos: Fifos, has_finish: bool = False
+    proven: ProvenPlan, rank: int, num_workers: int, block_bytes: int, memory: FifoMemory, has_finish: bool = False
 ) -> np.ndarray:
     """The table of a rank, int64. `block_bytes`: of the collective's unit. `has_finish`: results are sums to finish.
 
-    ConfigError if the plan has too many channels, FIFOs or chunks for these ranks' memory, or if its chunks would
-    differ in size and it keeps one where a smaller one belongs.
+    ConfigError if the plan has too many channels, FIFOs or chunks for these ranks' memory, messages in lines between
+    nodes, or chunks of several sizes of which it keeps one where a smaller one belongs.
     """
-    return _Lowering(proven, rank, num_workers, Chunks(proven.plan.collective, block_bytes), fifos, has_finish).table()
+    chunks, fifos = Chunks(proven.plan.collective, block_bytes), Fifos(proven.plan, memory)
+    return _Lowering(proven, rank, num_workers, chunks, fifos, has_finish).table()
 
 
 def scratch_bytes(plan: Plan, block_bytes: int) -> int:
@@ -96,7 +83,6 @@ class _Lowering:
         self._moved = {} if chunks.are_equal else moved_bytes(self._plan, proven.order, chunks)
         has_lines = self._plan.protocol in lines.IN_LINES
         self._local_order = local_order(self._plan, rank, self._order) if has_lines else {}
-        self._slot_bytes, self._incoming = self._slots()
         self._num_tiles, self._tile_bytes = self._tiles()
         self._rows: list[list[list[Any]]] = [[] for _ in range(num_workers)]  # with ends instead of FIFOs' places
         self._done_at: dict[tuple[int, int], int] = {}  # (program, step): rows of its worker that are done then
@@ -189,31 +175,13 @@ class _Lowering:
     def _error(self, problem: str) -> ConfigError:
         return ConfigError(f"plan {self._plan.name}: {problem}")
 
-    def _slots(self) -> tuple[int, dict[tuple[int, int, int], int]]:
-        """(bytes of a slot, number of each FIFO in its receiver's memory by (receiver, sender, channel))."""
-        fifos = {
-            (position.rank, step.receive_from, position.channel)
-            for position, step in self._plan.steps()
-            if step.receive_from is not None
-        }
-        if self._plan.num_channels > protocol.MAX_CHANNELS:
-            raise self._error(f"wanted at most {protocol.MAX_CHANNELS} channels, got {self._plan.num_channels}")
-        incoming: dict[tuple[int, int, int], int] = {}
-        num_fifos: dict[int, int] = defaultdict(int)
-        for fifo in sorted(fifos):
-            incoming[fifo] = num_fifos[fifo[0]]
-            num_fifos[fifo[0]] += 1
-        num_slots = max(num_fifos.values(), default=1) * self._plan.fifo_depth
-        num_bytes = self._fifos.num_bytes[self._plan.protocol]
-        return min(protocol.MAX_SLOT_BYTES, num_bytes // num_slots) & -lines.LINE_BYTES, incoming
-
     def _tiles(self) -> tuple[int, int]:
         """(number of tiles, bytes of each chunk in one)."""
         chunk_bytes = self._chunks.chunk_bytes
         largest = max((step.count for _, step in self._plan.steps() if step.op.sends), default=1)
-        most = lines.data_bytes(self._plan.protocol, self._slot_bytes // largest) & -protocol.TILE_ALIGNMENT
+        most = lines.data_bytes(self._plan.protocol, self._fifos.slot_bytes // largest) & -protocol.TILE_ALIGNMENT
         if most == 0:
-            slot = f"slots of {self._slot_bytes} bytes"
+            slot = f"slots of {self._fifos.slot_bytes} bytes"
             raise self._error(f"its FIFOs have {slot}, too few for {largest} chunks: wanted fewer FIFOs or less depth")
         num_tiles = -(-chunk_bytes // most)
         return num_tiles, align_up(-(-chunk_bytes // num_tiles), protocol.TILE_ALIGNMENT) if num_tiles else most
@@ -228,10 +196,10 @@ class _Lowering:
         fifo_at = {end: first_fifo + protocol.FIFO_WORDS * place for place, end in enumerate(by_worker)}
         after_at = first_after + protocol.AFTER_WORDS * np.cumsum([0, *map(len, self._after)])
         awaited = {entry for after in self._after for entry in after}
-        way = self._plan.protocol
-        words = [self._num_tiles, self._tile_bytes, self._slot_bytes, self._plan.fifo_depth, self._fifos.words]
+        way, memory = self._plan.protocol, self._fifos.memory
+        words = [self._num_tiles, self._tile_bytes, self._fifos.slot_bytes, self._plan.fifo_depth, memory.words]
         words += [lines.PROTOCOLS.index(way), lines.message_bytes(way, self._tile_bytes), self._num_flags()]
-        words += [self._fifos.flag_counts[way], self._fifos.slots[way], self._fifos.num_bytes[way]]
+        words += [memory.flag_counts[way], memory.slots[way], memory.num_bytes[way]]
         row_at, at = first_row, first_fifo
         for worker in range(self._num_workers):
             num_fifos = sum(owner == worker for owner, _ in self._ends.values())
@@ -246,7 +214,7 @@ class _Lowering:
                 row[protocol.FIRST_AFTER] = after_at[row[protocol.FIRST_AFTER]]
                 words += row
         for end in by_worker:
-            words += self._fifo(end)
+            words += self._fifos.record(self._rank, *end, self._ends[end][1])
         words += [word for after in self._after for worker, done in after for word in (worker, num_rows[worker], done)]
         return np.array(words, np.int64)
 
@@ -257,13 +225,3 @@ class _Lowering:
         sends = ((position, step.send_to) for position, step in self._plan.steps() if step.op.sends)
         num_messages = Counter((position.rank, peer, position.channel) for position, peer in sends)
         return self._num_tiles * max(num_messages.values(), default=0)
-
-    def _fifo(self, end: _End) -> list[int]:
-        """The record of one end of a FIFO."""
-        (is_sending, peer, channel), size = end, self._fifos.size
-        src, dst = (self._rank, peer) if is_sending else (peer, self._rank)
-        sent = protocol.sent_word(self._fifos.words, size, channel, src)
-        taken = protocol.taken_word(self._fifos.words, size, channel, dst)
-        slots = self._incoming[dst, src, channel] * self._plan.fifo_depth * self._slot_bytes
-        count = (is_sending * protocol.MAX_CHANNELS + channel) * size + peer
-        return [peer, sent, taken, self._fifos.slots[self._plan.protocol] + slots, self._ends[end][1], count]

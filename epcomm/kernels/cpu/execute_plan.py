@@ -1,13 +1,14 @@
 """Runs a plan of a collective: interprets the table that it was lowered to, see `protocol.plans`.
 
 A worker's row: wait for what its step needs | copy or reduce one chunk's part of the tile | tell who waits for it.
-Messages in lines, see `protocol.lines`, it takes, computes and passes on in pieces: the next rank has the first ones
-before the last ones are here.
+What goes to a rank of another host is put from this rank's departures. Messages in lines, see `protocol.lines`, it
+takes, computes and passes on in pieces: the next rank has the first ones before the last ones are here.
 
 Edges
-  WAR  ARRIVED: the peer has ended its last operation: nobody reads or writes the slots, whatever they were used for.
+  WAR  ARRIVED: the peer has ended its last operation: nobody reads or writes the slots, whatever they were used for,
+       and what plans have put to it from departures has arrived.
   RAW  SENT: the message is in its slot; or, in lines, flags: see `flagged_lines`.
-  WAR  TAKEN: the receiver has done the step that took the message `DEPTH` messages ago from this slot.
+  WAR  TAKEN: the receiver has done the step that took the message `DEPTH` messages ago from this slot; so it was put.
   RAW, WAR  DONE, of this rank's workers: the step that another one has to follow is done; or worker 0 has taken flags
        of earlier operations out of this rank's slots.
 """
@@ -19,8 +20,9 @@ from epcomm.device.control import LINE
 from epcomm.device.cpu.compile import device, kernel
 from epcomm.device.cpu.function import call6
 from epcomm.device.cpu.memory import copy, copy_streaming, fence, set_word, store_release, word, zero_bytes
-from epcomm.device.cpu.peers import peer
-from epcomm.device.cpu.waiting import meet, signal, wait
+from epcomm.device.cpu.network import put, raise_word
+from epcomm.device.cpu.peers import peer, window_of_collectives
+from epcomm.device.cpu.waiting import meet, wait
 from epcomm.kernels.cpu.flagged_lines import place_of, receive_flagged, send_flagged
 from epcomm.kernels.protocol import collectives, lines, sites
 from epcomm.kernels.protocol import plans as protocol
@@ -36,16 +38,16 @@ def _address(args, buffer, offset):
 
 
 @device
-def _message(ctx, args, table, fifo, rank, row, tile, number):
-    """(its number over the life of the communicator and that in this operation, from 1 on; the row's part of it).
+def _message(args, table, fifo, row, tile, number):
+    """(its number over the life of the communicator and that in this operation, from 1 on; where in its FIFO the row's
+    part of it is).
 
-    It is message `number` of a FIFO in a tile; slots are `rank`'s.
+    It is message `number` of a FIFO in a tile.
     """
     now = tile * word(fifo, protocol.NUM_MESSAGES) + number
     total = word(word(args, collectives.COUNTS), word(fifo, protocol.COUNT)) + now
-    slot = word(fifo, protocol.SLOTS) + total % word(table, protocol.DEPTH) * word(table, protocol.SLOT_BYTES)
-    place = word(row, protocol.PLACE) * word(table, protocol.PLACE_BYTES)
-    return total + 1, now + 1, peer(ctx, rank) + slot + place
+    slot = total % word(table, protocol.DEPTH) * word(table, protocol.SLOT_BYTES)
+    return total + 1, now + 1, slot + word(row, protocol.PLACE) * word(table, protocol.PLACE_BYTES)
 
 
 @device
@@ -103,10 +105,12 @@ def _meet_everyone(ctx, args, worker):
         if status != control.OK:
             return status
     if worker == 0:
-        signal(peer(ctx, me) + arrived, sequence)
+        for distance in range(1, size):
+            rank = (me + distance) % size
+            raise_word(ctx, window_of_collectives(ctx), rank, arrived + me * LINE, sequence)
     for distance in range(1, size):
         rank = (me + distance) % size
-        status = meet(ctx, peer(ctx, rank) + arrived, sequence, rank, sites.PLAN_ARRIVED)  # WAR
+        status = meet(ctx, peer(ctx, me) + arrived + rank * LINE, sequence, rank, sites.PLAN_ARRIVED)  # WAR
         if status != control.OK:
             return status
     return control.OK
@@ -180,17 +184,21 @@ def _do_row(ctx, args, table, row, tile, worker):
     if flags & protocol.RECEIVES:
         source, number = table + 8 * word(row, protocol.RECEIVE), word(row, protocol.RECEIVE_NUMBER)
         received_from = word(source, protocol.PEER)
-        received, received_now, message = _message(ctx, args, table, source, me, row, tile, number)
+        received, received_now, message = _message(args, table, source, row, tile, number)
+        message += peer(ctx, me) + word(source, protocol.SLOTS)
         if is_first and is_simple:
             address = peer(ctx, me) + word(source, protocol.SENT_WORD)
             status = wait(ctx, address, received, received_from, sites.PLAN_MESSAGE)  # RAW
             if status != control.OK:
                 return status
-    slot = sent = sent_now = to = sent_to = 0
+    slot = place = sent = sent_now = to = sent_to = 0
     if flags & protocol.SENDS:
         to, number = table + 8 * word(row, protocol.SEND), word(row, protocol.SEND_NUMBER)
         sent_to = word(to, protocol.PEER)
-        sent, sent_now, slot = _message(ctx, args, table, to, sent_to, row, tile, number)
+        sent, sent_now, place = _message(args, table, to, row, tile, number)
+        slot = peer(ctx, sent_to) + word(to, protocol.SLOTS) + place
+        if peer(ctx, sent_to) == 0:
+            slot = peer(ctx, me) + word(to, protocol.DEPARTURES) + place
         reused = sent - word(table, protocol.DEPTH)
         if is_first and reused > word(ctx, control.GENERATION) << control.GENERATION_SHIFT:
             address = peer(ctx, me) + word(to, protocol.TAKEN_WORD)
@@ -201,6 +209,9 @@ def _do_row(ctx, args, table, row, tile, worker):
     num_bytes = min(word(table, protocol.TILE_BYTES), word(row, protocol.BYTES) - start)
     if num_bytes > 0 and (is_simple or not flags & (protocol.RECEIVES | protocol.SENDS)):
         _move(ctx, args, row, worker, start, num_bytes, message, slot)
+        if flags & protocol.SENDS and peer(ctx, sent_to) == 0:
+            to_offset, from_offset = word(to, protocol.SLOTS) + place, word(to, protocol.DEPARTURES) + place
+            put(ctx, window_of_collectives(ctx), sent_to, to_offset, from_offset, num_bytes)
     elif num_bytes > 0:
         before = _first_flag(args, table, worker)
         status = _move_lines(
@@ -211,9 +222,9 @@ def _do_row(ctx, args, table, row, tile, worker):
             return status
     if is_last:
         if flags & protocol.SENDS and is_simple:
-            signal(peer(ctx, sent_to) + word(to, protocol.SENT_WORD), sent)
+            raise_word(ctx, window_of_collectives(ctx), sent_to, word(to, protocol.SENT_WORD), sent)
         if flags & protocol.RECEIVES:
-            signal(peer(ctx, received_from) + word(source, protocol.TAKEN_WORD), received)
+            raise_word(ctx, window_of_collectives(ctx), received_from, word(source, protocol.TAKEN_WORD), received)
     return control.OK
 
 

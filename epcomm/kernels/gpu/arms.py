@@ -96,11 +96,13 @@ def _network_arms(network: str, everything: bool) -> Iterator[Kernel]:
     yield from (kernels.barrier(), kernels.send(), kernels.recv())
     yield from (kernels.exchange(_block(), None, True), kernels.exchange(_block(root=0), None, True))
     yield kernels.reduce(_block(), "rails", _BF16, "sum")
+    yield kernels.execute_plan(_NOTHING, (_BF16, "sum"), SIMPLE)
     if everything:
         yield from _expert_parallel_arms(kernels, QUANTIZED, COMBINES, QUANTIZED_COMBINES, False)
         yield kernels.reduce(_block(), "rails", _F32, "sum")
         yield kernels.reduce(_block(are_alone=True), "rails", _BF16, "sum")
         yield kernels.exchange(_block(), (_BF16, "sum"), True)
+        yield kernels.execute_plan(_NOTHING, None, SIMPLE)
     else:
         yield from (kernels.exchange_counts(256, 8), kernels.dispatch(256, 8, False))
         by_rank = kernels.combine(_NOTHING, COMBINES[0], 8, True, None)

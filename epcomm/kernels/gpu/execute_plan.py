@@ -3,12 +3,14 @@
 A worker's row: wait for what its step needs | copy or reduce one chunk's part of the tile | tell who waits for it.
 Programs wait for one another in both directions, so all of them have to be on the GPU at the same time; one alone does
 all rows in an order that waits for none of its own. Messages in lines, see `protocol.lines`, it takes, computes and
-passes on in pieces: the next rank has the first ones before the last ones are here.
+passes on in pieces: the next rank has the first ones before the last ones are here. What goes to a rank of another node
+is put from this rank's departures.
 
 Edges
-  WAR  ARRIVED: the peer has ended its last operation: nobody reads or writes the slots, whatever they were used for.
+  WAR  ARRIVED: the peer has ended its last operation: nobody reads or writes the slots, whatever they were used for,
+       and what plans have put to it from departures has arrived.
   RAW  SENT: the message is in its slot; or, in lines, flags: see `flagged_lines`.
-  WAR  TAKEN: the receiver has done the step that took the message `DEPTH` messages ago from this slot.
+  WAR  TAKEN: the receiver has done the step that took the message `DEPTH` messages ago from this slot; so it was put.
   RAW, WAR  DONE, of this rank's workers: the step that another one has to follow is done; or worker 0 has taken flags
        of earlier operations out of this rank's slots.
 """
@@ -21,7 +23,8 @@ from epcomm.device import control
 from epcomm.device.gpu.compile import all_programs, kernel
 from epcomm.device.gpu.machine import device, opaque
 from epcomm.device.gpu.memory import copy, set_word, store_release, word, zero_bytes
-from epcomm.device.gpu.waiting import enter, leave, meet, peer, signal, wait
+from epcomm.device.gpu.network import quiet, raise_word, start_put
+from epcomm.device.gpu.waiting import enter, leave, meet, peer, wait, window_of_collectives
 from epcomm.kernels.gpu.flagged_lines import place_of, receive_flagged, send_flagged
 from epcomm.kernels.gpu.reduction import reduce_listed
 from epcomm.kernels.protocol import collectives, lines, sites
@@ -39,16 +42,16 @@ def _address(args, x, out, buffer, offset):
 
 
 @device
-def _message(ctx, args, table, fifo, rank, row, tile, number):
-    """(its number over the life of the communicator and that in this operation, from 1 on; the row's part of it).
+def _message(args, table, fifo, row, tile, number):
+    """(its number over the life of the communicator and that in this operation, from 1 on; where in its FIFO the row's
+    part of it is).
 
-    It is message `number` of a FIFO in a tile; slots are `rank`'s.
+    It is message `number` of a FIFO in a tile.
     """
     now = tile * word(fifo, protocol.NUM_MESSAGES) + number
     total = word(word(args, collectives.COUNTS), word(fifo, protocol.COUNT)) + now
-    slot = word(fifo, protocol.SLOTS) + total % word(table, protocol.DEPTH) * word(table, protocol.SLOT_BYTES)
-    place = word(row, protocol.PLACE) * word(table, protocol.PLACE_BYTES)
-    return total + 1, now + 1, peer(ctx, rank) + slot + place
+    slot = total % word(table, protocol.DEPTH) * word(table, protocol.SLOT_BYTES)
+    return total + 1, now + 1, slot + word(row, protocol.PLACE) * word(table, protocol.PLACE_BYTES)
 
 
 @device
@@ -91,7 +94,13 @@ def _await_steps(ctx, args, fingerprint, table, row, tile):
 
 
 @device
-def _meet_everyone(ctx, args, fingerprint, table, worker):
+def _raise(ctx, rank, offset, value, NETWORK: tl.constexpr):
+    """Raises a word of `rank`'s segment."""
+    raise_word(ctx, window_of_collectives(ctx), peer(ctx, rank), rank, offset, value, NETWORK)
+
+
+@device
+def _meet_everyone(ctx, args, fingerprint, table, worker, NETWORK: tl.constexpr):
     """Returns once all ranks are in this operation. (Without it they could run ahead without end, and not notice.)"""
     me, size, sequence = word(ctx, control.RANK), word(ctx, control.SIZE), word(ctx, control.SEQUENCE) + 1
     arrived = word(table, protocol.ARRIVED)
@@ -103,12 +112,13 @@ def _meet_everyone(ctx, args, fingerprint, table, worker):
             store_release(_done_word(args, 0), no_row)
         status = wait(ctx, fingerprint, _done_word(args, 0), no_row, me, sites.PLAN_STEP)  # WAR
     if (worker == 0) & (status == control.OK):
-        signal(peer(ctx, me) + arrived, sequence)
+        for distance in range(1, size):
+            _raise(ctx, (me + distance) % size, arrived + me * control.LINE, sequence, NETWORK)
     for distance in range(1, size):
         rank = (me + distance) % size
         if status == control.OK:
-            raised = peer(ctx, rank) + arrived
-            status = meet(ctx, fingerprint, raised, sequence, rank, sites.PLAN_ARRIVED, "none")  # WAR
+            raised = peer(ctx, me) + arrived + rank * control.LINE
+            status = meet(ctx, fingerprint, raised, sequence, rank, sites.PLAN_ARRIVED, NETWORK)  # WAR
     return status
 
 
@@ -155,18 +165,29 @@ def _move(ctx, args, x, out, row, worker, start, num_bytes, message, slot,
 def _received(ctx, args, table, row, tile):
     """(the FIFO's record, and `_message`) of what a row receives."""
     fifo = table + 8 * word(row, protocol.RECEIVE)
-    number, rank = word(row, protocol.RECEIVE_NUMBER), word(ctx, control.RANK)
-    total, now, message = _message(ctx, args, table, fifo, rank, row, tile, number)
-    return fifo, total, now, message
+    total, now, place = _message(args, table, fifo, row, tile, word(row, protocol.RECEIVE_NUMBER))
+    return fifo, total, now, peer(ctx, word(ctx, control.RANK)) + word(fifo, protocol.SLOTS) + place
 
 
 @device
-def _sent(ctx, args, table, row, tile):
+def _sent(ctx, args, table, row, tile, NETWORK: tl.constexpr):
     """(the FIFO's record, and `_message`) of what a row sends."""
     fifo = table + 8 * word(row, protocol.SEND)
-    number, rank = word(row, protocol.SEND_NUMBER), word(fifo, protocol.PEER)
-    total, now, slot = _message(ctx, args, table, fifo, rank, row, tile, number)
+    total, now, place = _message(args, table, fifo, row, tile, word(row, protocol.SEND_NUMBER))
+    slot = peer(ctx, word(fifo, protocol.PEER)) + word(fifo, protocol.SLOTS) + place
+    if NETWORK != "none":
+        if peer(ctx, word(fifo, protocol.PEER)) == 0:
+            slot = peer(ctx, word(ctx, control.RANK)) + word(fifo, protocol.DEPARTURES) + place
     return fifo, total, now, slot
+
+
+@device
+def _put(ctx, fifo, slot, num_bytes, NETWORK: tl.constexpr):
+    """Puts a row's part of a message from this rank's departures to a rank of another node; others have it already."""
+    rank, from_offset = word(fifo, protocol.PEER), slot - peer(ctx, word(ctx, control.RANK))
+    if peer(ctx, rank) == 0:
+        to_offset = from_offset - word(fifo, protocol.DEPARTURES) + word(fifo, protocol.SLOTS)
+        start_put(ctx, window_of_collectives(ctx), rank, to_offset, from_offset, num_bytes, NETWORK)
 
 
 @device
@@ -188,7 +209,7 @@ def _move_lines(ctx, args, fingerprint, x, out, table, row, tile, worker,
             start = tile * word(table, protocol.TILE_BYTES) + at
             _move(ctx, args, x, out, row, worker, start, size, stage, stage, DTYPE, OP, False)
             if (word(row, protocol.FLAGS) & protocol.SENDS) != 0:
-                _, _, number, slot = _sent(ctx, args, table, row, tile)
+                _, _, number, slot = _sent(ctx, args, table, row, tile, "none")
                 tl.debug_barrier()
                 send_flagged(slot + place_of(at, PROTOCOL), stage, size, first_flag + number, PROTOCOL)
         tl.debug_barrier()  # all threads are done with the stage
@@ -205,7 +226,8 @@ def _num_bytes(table, row, tile):
 
 @device
 def _do_row(ctx, args, fingerprint, x, out, table, row, tile, worker,
-            DTYPE: tl.constexpr, OP: tl.constexpr, FINISHES: tl.constexpr, PROTOCOL: tl.constexpr):  # fmt: skip
+            DTYPE: tl.constexpr, OP: tl.constexpr, FINISHES: tl.constexpr, PROTOCOL: tl.constexpr,
+            NETWORK: tl.constexpr):  # fmt: skip
     flags, status = word(row, protocol.FLAGS), tl.cast(control.OK, tl.int64)
     is_first = (flags & protocol.IS_FIRST) != 0
     receives, sends = (flags & protocol.RECEIVES) != 0, (flags & protocol.SENDS) != 0
@@ -220,7 +242,7 @@ def _do_row(ctx, args, fingerprint, x, out, table, row, tile, worker,
                 rank = word(source, protocol.PEER)
                 status = wait(ctx, fingerprint, raised, received, rank, sites.PLAN_MESSAGE)  # RAW
     if sends:
-        to, sent, _, slot = _sent(ctx, args, table, row, tile)
+        to, sent, _, slot = _sent(ctx, args, table, row, tile, NETWORK)
         reused = sent - word(table, protocol.DEPTH)
         is_reused = reused > word(ctx, control.GENERATION) << control.GENERATION_SHIFT
         if is_first & is_reused & (status == control.OK):
@@ -231,6 +253,9 @@ def _do_row(ctx, args, fingerprint, x, out, table, row, tile, worker,
         if (PROTOCOL == "simple") | ((receives | sends) == 0):
             start = tile * word(table, protocol.TILE_BYTES)
             _move(ctx, args, x, out, row, worker, start, num_bytes, message, slot, DTYPE, OP, FINISHES)
+            if NETWORK != "none":
+                if sends:
+                    _put(ctx, table + 8 * word(row, protocol.SEND), slot, num_bytes, NETWORK)
         elif PROTOCOL != "simple":
             SUM: tl.constexpr = "sum" if FINISHES else OP  # results are finished in rows without messages
             status = _move_lines(ctx, args, fingerprint, x, out, table, row, tile, worker, DTYPE, SUM, PROTOCOL)
@@ -241,20 +266,22 @@ def _do_row(ctx, args, fingerprint, x, out, table, row, tile, worker,
         is_last = (flags & protocol.IS_LAST) != 0
         if PROTOCOL == "simple":
             if is_last & ((flags & protocol.SENDS) != 0):
-                to, sent, _, _ = _sent(ctx, args, table, row, tile)
-                signal(peer(ctx, word(to, protocol.PEER)) + word(to, protocol.SENT_WORD), sent)
+                to, sent, _, _ = _sent(ctx, args, table, row, tile, NETWORK)
+                quiet(ctx, NETWORK)
+                _raise(ctx, word(to, protocol.PEER), word(to, protocol.SENT_WORD), sent, NETWORK)
         if is_last & ((flags & protocol.RECEIVES) != 0):
             source, received, _, _ = _received(ctx, args, table, row, tile)
-            signal(peer(ctx, word(source, protocol.PEER)) + word(source, protocol.TAKEN_WORD), received)
+            _raise(ctx, word(source, protocol.PEER), word(source, protocol.TAKEN_WORD), received, NETWORK)
     return status
 
 
 @kernel("execute_plan", programs=all_programs, cooperative=True, max_registers=200)
 def execute_plan(ctx, args, fingerprint, x, out, num_bytes, streaming, c4, c5,
-                 DTYPE: tl.constexpr, OP: tl.constexpr, FINISHES: tl.constexpr, PROTOCOL: tl.constexpr):  # fmt: skip
-    program, status = enter(ctx, fingerprint, "none")
+                 DTYPE: tl.constexpr, OP: tl.constexpr, FINISHES: tl.constexpr, PROTOCOL: tl.constexpr,
+                 NETWORK: tl.constexpr):  # fmt: skip
+    program, status = enter(ctx, fingerprint, NETWORK)
     x, out, table = tl.cast(x, tl.int64), tl.cast(out, tl.int64), word(args, collectives.TABLE)
-    status = _meet_everyone(ctx, args, fingerprint, table, program)
+    status = _meet_everyone(ctx, args, fingerprint, table, program, NETWORK)
     worker = table + 8 * (protocol.HEADER_WORDS + program * protocol.WORKER_WORDS)
     rows, num_rows = table + 8 * word(worker, protocol.FIRST_ROW), word(worker, protocol.NUM_ROWS)
     num_tiles = word(table, protocol.NUM_TILES)
@@ -263,7 +290,7 @@ def execute_plan(ctx, args, fingerprint, x, out, num_bytes, streaming, c4, c5,
             if status == control.OK:
                 row = rows + number * (8 * protocol.ROW_WORDS)
                 status = _do_row(
-                    ctx, args, fingerprint, x, out, table, row, tile, program, DTYPE, OP, FINISHES, PROTOCOL
+                    ctx, args, fingerprint, x, out, table, row, tile, program, DTYPE, OP, FINISHES, PROTOCOL, NETWORK
                 )  # fmt: skip
                 if (status == control.OK) & ((word(row, protocol.FLAGS) & protocol.IS_AWAITED) != 0):
                     store_release(_done_word(args, program), _done_value(ctx, num_rows, tile, number + 1))

@@ -22,6 +22,7 @@ NUM_SLOTS = 4
 PIECE_BYTES = 64 << 10  # of a point-to-point message
 INBOX_NUM_SLOTS = 4
 PIECES_PER_HOP = 4  # of a broadcast of middle size: a chain of nodes is full for most of the time
+DEPARTURES_BYTES = 2 << 20  # of plans, per channel: depth 2 and slots of 256 KiB for four peers
 PARTIAL_BYTES = 2 * CHUNK_BYTES  # of one node's partial result of a chunk: sums of 16-bit floats are float32
 
 # ---- parameter block: words that every call sets, then (from 7) those that binding sets
@@ -90,6 +91,7 @@ class CollectiveRegions:
     pushed: int  # [channels, NUM_PUSHED, size] lines
     message_sent: int  # [size] lines, one per sender
     message_taken: int  # [size] lines, one per receiver
+    plan_words: int  # see `plans`
     one_shot_flags: int  # [2] lines by epoch parity
     tiny: int  # [2] lines by epoch parity: flag, then up to TINY_BYTES
     one_shot: int  # [2, ONE_SHOT_BYTES] by epoch parity
@@ -101,9 +103,10 @@ class CollectiveRegions:
     inbox: int  # [size, INBOX_BYTES], one per sender
     outbox: int  # [size, INBOX_BYTES], one per receiver
     copies: int  # staging of data movement by copies
-    plan_words: int  # see `plans`
     fifos: int  # [fifo_bytes], of plans: the rings above
     fifo_bytes: int
+    departures: int  # [departures_bytes], of plans: what is put to other nodes
+    departures_bytes: int
     ll: int  # [lines_bytes], of plans: FIFOs of messages in words with flags, see `lines`
     ll128: int  # [lines_bytes], in lines with flags
     lines_bytes: int
@@ -124,15 +127,16 @@ def collective_regions(
     if there is one.
     """
     layout = Layout()
-    lines_bytes = (num_nodes == 1) * num_channels * LINES_BYTES
     layout.add("control", control_region_bytes(size))
     spans, slots = num_nodes > 1, num_channels * NUM_SLOTS
+    lines_bytes, departures_bytes = (not spans) * num_channels * LINES_BYTES, spans * num_channels * DEPARTURES_BYTES
     regions = dict(
         barrier=layout.add("barrier", size * LINE, LINE),
         words=layout.add("words", num_channels * CHANNEL_WORDS * LINE, LINE),
         pushed=layout.add("pushed", spans * num_channels * NUM_PUSHED * size * LINE, LINE),
         message_sent=layout.add("message_sent", size * LINE, LINE),
         message_taken=layout.add("message_taken", size * LINE, LINE),
+        plan_words=layout.add("plan_words", plan_word_lines(size, num_nodes) * LINE, LINE),
         one_shot_flags=layout.add("one_shot_flags", 2 * LINE, LINE),
         tiny=layout.add("tiny", 2 * LINE, LINE),
         one_shot=layout.add("one_shot", 2 * ONE_SHOT_BYTES),
@@ -144,12 +148,13 @@ def collective_regions(
         inbox=layout.add("inbox", size * INBOX_BYTES),
         outbox=layout.add("outbox", spans * size * INBOX_BYTES),
         copies=layout.add("copies", copy_bytes),
-        plan_words=layout.add("plan_words", (not spans) * plan_word_lines(size) * LINE, LINE),
+        departures=layout.add("departures", departures_bytes),
         ll=layout.add("ll", lines_bytes),
         ll128=layout.add("ll128", lines_bytes),
     )
     # Nobody is in another collective when a plan's messages are sent, and none of them is left when it ends.
     fifos, end = regions["staged"], regions["sent"] + slots * CHUNK_BYTES
     return CollectiveRegions(
-        **regions, fifos=fifos, fifo_bytes=end - fifos, lines_bytes=lines_bytes, size=layout.size
-    )
+        **regions, fifos=fifos, fifo_bytes=end - fifos, departures_bytes=departures_bytes, lines_bytes=lines_bytes,
+        size=layout.size,
+    )  # fmt: skip
