@@ -88,7 +88,7 @@ def test_on_cores_it_is_the_measured_kernel(name: str, num_ranks: int) -> None:
 
 
 def test_one_nvswitch_joins_all_pairs_alike() -> None:
-    for num_bytes in (MIB, 16 * MIB):
+    for num_bytes in (MIB, 4 * MIB):
         found = choose(Request(num_bytes, machine("dgx_h100", 8)))
         assert (found.algorithm, found.is_kernel) == ("two_shot", True)
 
