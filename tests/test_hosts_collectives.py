@@ -239,7 +239,7 @@ def full_outbox(comm: epcomm.Communicator) -> Raised:
     """Rank 0's proxy seems to take nothing any more: what it would send has no place to wait in."""
     works(comm)
     if comm.rank == 0:
-        outbox = comm._runtime._proxy._outbox
+        outbox = comm._runtime._proxy._links[1].outbox
         while outbox[network.TAKEN] < outbox[network.WRITTEN]:
             time.sleep(0.001)
         outbox[network.TAKEN] -= network.NUM_RECORDS

@@ -25,7 +25,6 @@ from collective_checks import (
 from host_cases import on_hosts
 
 import epcomm
-from epcomm import proxy
 from epcomm.collectives.selection import is_scattered_by_rails, num_shares
 from epcomm.testing.adversary import delay_operations
 
@@ -171,22 +170,13 @@ def test_sums_of_16_bits_are_rounded_once(hosts: list[int], port: int) -> None:
 
 def sent_bytes(comm: epcomm.Communicator, call: Callable[[], Any]) -> int:
     """Bytes of segments that this rank sends other hosts in a call."""
-    total, send = 0, proxy._send_buffers
-
-    def counted(link: Any, buffers: list[Any]) -> None:
-        nonlocal total
-        total += sum(len(buffer) for buffer in buffers[1:])  # the first one is the table
-        send(link, buffers)
-
     comm.barrier()
-    proxy._send_buffers = counted
-    try:
-        call()
-        comm.barrier()  # what was written down before it has been sent when it arrives
-        time.sleep(0.1)
-    finally:
-        proxy._send_buffers = send
-    return total
+    time.sleep(0.1)  # what was sent for it is counted
+    before = comm._runtime._proxy.sent_bytes
+    call()
+    comm.barrier()  # what was written down before it has been sent when it arrives
+    time.sleep(0.1)
+    return comm._runtime._proxy.sent_bytes - before
 
 
 def send_messages(comm: epcomm.Communicator) -> list[int]:

@@ -104,7 +104,7 @@ class Candidate:
     def plan(self) -> Plan:
         return self._plan(channels=self.channels, pieces=self.pieces)
 
-    def _plan(self, **options: int) -> Plan:
+    def _plan(self, **options: Any) -> Plan:
         request, algorithm = self.request, ALGORITHMS[self.algorithm]
         known = {"order": request.world.order, "ranks_per_node": request.world.ranks_per_node}
         given: dict[str, Any] = {name: value for name, value in known.items() if name in algorithm.options}

@@ -28,7 +28,7 @@ _Lane = tuple[int, int]
 _Fifo = tuple[int, int, _Lane]
 
 
-def compile_trace(trace: Trace, channels: int, pieces: int, fifo_depth: int) -> Plan:
+def compile_trace(trace: Trace, channels: int, pieces: int, fifo_depth: int, protocol: str) -> Plan:
     """See `Trace.plan`."""
     for name, value in (("channels", channels), ("pieces", pieces), ("fifo_depth", fifo_depth)):
         if type(value) is not int or value < 1:
@@ -54,7 +54,7 @@ def compile_trace(trace: Trace, channels: int, pieces: int, fifo_depth: int) -> 
     programs = _programs(run, lanes, instances, pieces)
     return Plan(
         trace.name, instances.scaled, programs, _used_scratch(programs), fifo_depth,
-        in_place=trace.in_place, out_of_place=trace.out_of_place,
+        in_place=trace.in_place, out_of_place=trace.out_of_place, protocol=protocol,
     )  # fmt: skip
 
 

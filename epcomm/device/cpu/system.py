@@ -1,4 +1,4 @@
-"""What kernels ask of the operating system: pauses, clocks, semaphores, and whether Python has a signal to handle."""
+"""What compiled code asks of the operating system: pauses, clocks, semaphores, sockets, and Python's signals."""
 
 from __future__ import annotations
 
@@ -108,6 +108,42 @@ def _semaphore_call(name: str) -> Any:
 
 #: POSIX semaphores of one process; 32 zero bytes are a semaphore of value 0 on Linux.
 semaphore_wait, semaphore_post = _semaphore_call("sem_wait"), _semaphore_call("sem_post")
+
+
+def _socket_call(name: str) -> Any:
+    num_arguments = {"sendmsg": 3, "recv": 4}[name]
+
+    def codegen(context, builder, signature, args):
+        types_ = [I32, I8.as_pointer(), *[I64] * (num_arguments - 3), I32]
+        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(I64, types_), name)
+        given = [builder.trunc(args[0], I32), pointer(builder, args[1], I8), *args[2:-1], builder.trunc(args[-1], I32)]
+        return builder.call(function, given)
+
+    return types.int64(*[types.int64] * num_arguments), codegen
+
+
+@intrinsic
+def send_message(typingctx, socket, message, flags):
+    """``sendmsg``: bytes sent, or -1; `message` is the address of a struct msghdr."""
+    return _socket_call("sendmsg")
+
+
+@intrinsic
+def receive_bytes(typingctx, socket, address, num_bytes, flags):
+    """``recv``: bytes received, 0 if the peer has closed the connection, or -1."""
+    return _socket_call("recv")
+
+
+@intrinsic
+def last_error(typingctx):
+    """The thread's errno."""
+
+    def codegen(context, builder, signature, args):
+        function_type = ir.FunctionType(I32.as_pointer(), [])
+        place = builder.call(cgutils.get_or_insert_function(builder.module, function_type, "__errno_location"), [])
+        return builder.sext(builder.load(place), I64)
+
+    return types.int64(), codegen
 
 
 @device

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from epcomm.device import control
-from epcomm.device.cpu.network import load_raise_words
+from epcomm.device.cpu.network import load_store_word
 from epcomm.device.gpu.machine import INTERPRETED
 from epcomm.errors import TimeoutError
 
@@ -45,7 +45,7 @@ class RemoteNetwork:
         self._raised: dict[tuple[int, int, int], float] = {}  # when the last word for a place arrives
         self._changed = threading.Condition()
         self._is_closed = False
-        self._raise_words = load_raise_words()
+        self._store_word = load_store_word()
         _networks[self.address] = self
         threading.Thread(target=self._deliver_all, name="epcomm-remote", daemon=True).start()
 
@@ -136,8 +136,7 @@ class RemoteNetwork:
         else:
             _, mapping, offset, value = what
             _require_inside(mapping, offset, 8)
-            pair = np.array([mapping.address + offset, value], dtype=np.int64)
-            self._raise_words(pair.ctypes.data, 1)
+            self._store_word(mapping.address + offset, value)
 
 
 def _require_inside(mapping: Any, offset: int, num_bytes: int) -> None:
