@@ -40,7 +40,7 @@ _IDEAS = {
     "hierarchical": "all pairs in each node, rings between nodes along the rails",
     "pat": "a tree per block, shifted from block to block, far ranks first",
     "swing": "halving and doubling with partners that swing from side to side of a ring",
-    "direct": "everybody sends to everybody, to the next rank first",
+    "direct": "everybody sends to everybody, in an order in which no two send to one at a time",
     "two_level": "in each node to who has the receiver's number, then all of a node's blocks along the rails",
 }
 

@@ -35,8 +35,7 @@ def chain(path: np.ndarray, share: float) -> list[Round]:
 def all_pairs(groups: np.ndarray, share: float, parts: int = 1) -> list[Round]:
     """Everybody to everybody else of the group, groups [number, size]."""
     size = groups.shape[1]
-    if size > MOST_PAIRED:
-        raise ConfigError(f"all pairs are priced among up to {MOST_PAIRED} ranks, got {size}")
+    _check_pairs(size)
     if size == 1:
         return []
     shifted = [np.roll(groups, -distance, axis=1).ravel() for distance in range(1, size)]
@@ -44,8 +43,14 @@ def all_pairs(groups: np.ndarray, share: float, parts: int = 1) -> list[Round]:
     return [Round(src, np.concatenate(shifted), share, parts)]
 
 
+def _check_pairs(size: int) -> None:
+    if size > MOST_PAIRED:
+        raise ConfigError(f"all pairs are priced among up to {MOST_PAIRED} ranks, got {size}")
+
+
 def to_each(givers: np.ndarray, groups: np.ndarray, share: float) -> list[Round]:
     """From a giver to everybody else of its group, givers [number], groups [number, size]."""
+    _check_pairs(min(groups.shape))
     src = np.repeat(givers, groups.shape[1])
     dst = groups.ravel()
     is_other = src != dst
@@ -77,8 +82,8 @@ def mirrored(rounds: Sequence[Round]) -> list[Round]:
 
 
 def summed(rounds: Sequence[Round]) -> list[Round]:
-    """The sums that mirror copies: those who sent last, send first, and send inputs; the others partial sums."""
-    return [replace(each, is_sum=number > 0) for number, each in enumerate(mirrored(rounds))]
+    """The same as sums: what is sent first is an input, and a partial sum from then on."""
+    return [replace(each, is_sum=number > 0) for number, each in enumerate(rounds)]
 
 
 def scaled(rounds: Sequence[Round], factor: float) -> list[Round]:

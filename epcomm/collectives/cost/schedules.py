@@ -7,7 +7,7 @@ with a block per rank; a reduce is the mirror of a broadcast.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -34,7 +34,7 @@ from epcomm.errors import ConfigError
 from epcomm.simulation.rounds import Copy, Round
 
 _Rounds = Callable[[World], list[Round]]
-_Schedule = Callable[[World], list[Round | Copy]]
+_Schedule = Callable[[World], Sequence[Round | Copy]]
 
 
 def _by_blocks(reduce_scatter: _Rounds, allgather: _Rounds | None = None) -> dict[str, _Schedule]:
@@ -44,8 +44,8 @@ def _by_blocks(reduce_scatter: _Rounds, allgather: _Rounds | None = None) -> dic
         return mirrored(reduce_scatter(world)) if allgather is None else allgather(world)
 
     return {
-        "allreduce": lambda world: [*scaled(reduce_scatter(world) + gather(world), 1 / world.num_ranks)],
-        "reduce_scatter": lambda world: [*reduce_scatter(world)],
+        "allreduce": lambda world: scaled(reduce_scatter(world) + gather(world), 1 / world.num_ranks),
+        "reduce_scatter": reduce_scatter,
         "allgather": lambda world: [Copy(world.ranks, 1.0), *gather(world)],
     }
 
@@ -54,14 +54,14 @@ def _rooted(broadcast: _Rounds, reduce: _Rounds | None = None) -> dict[str, _Sch
     """Two collectives by copies from the root; `broadcast` without the root's copy of its own input."""
     return {
         "broadcast": lambda world: [Copy(np.array([world.root]), 1.0), *broadcast(world)],
-        "reduce": lambda world: [*(summed(broadcast(world)) if reduce is None else reduce(world))],
+        "reduce": (lambda world: summed(mirrored(broadcast(world)))) if reduce is None else reduce,
     }
 
 
 def _both_ways(of_ring: Mapping[str, _Schedule]) -> dict[str, _Schedule]:
     """A ring's collectives by two that turn in opposite directions."""
 
-    def schedule(of_one: _Schedule, world: World) -> list[Round | Copy]:
+    def schedule(of_one: _Schedule, world: World) -> Sequence[Round | Copy]:
         ways = [of_one(each) for each in (world, replace(world, order=tuple(world.ring[::-1].tolist())))]
         copied = [replace(each, parts=2) for each in ways[0] if isinstance(each, Copy)]
         one, other = ([each for each in way if isinstance(each, Round)] for way in ways)
@@ -91,8 +91,7 @@ def _ring_broadcast(world: World) -> list[Round]:
 
 
 def _ring_reduce(world: World) -> list[Round]:
-    path = np.roll(_ring_from_root(world), -1)  # the ring turns the same way as ever: the root comes last
-    return [replace(each, is_sum=number > 0) for number, each in enumerate(chain(path, 1.0))]
+    return summed(chain(np.roll(_ring_from_root(world), -1), 1.0))  # it turns as ever: the root comes last
 
 
 # Butterflies
@@ -119,13 +118,13 @@ def _fold(folded: Folded) -> list[Round]:
     return [Round(others, acting, 1.0)] if len(others) else []
 
 
-def _halving_doubling(world: World) -> list[Round | Copy]:
+def _halving_doubling(world: World) -> list[Round]:
     folded = Folded(world.num_ranks)
     sums, fold = _halving(np.array(folded.ranks)), _fold(folded)
-    return [*fold, *sums, *mirrored(sums), *mirrored(fold)]
+    return fold + sums + mirrored(sums) + mirrored(fold)
 
 
-def _recursive_doubling(world: World) -> list[Round | Copy]:
+def _recursive_doubling(world: World) -> list[Round]:
     folded = Folded(world.num_ranks)
     ranks, fold = np.array(folded.ranks), _fold(folded)
     positions, steps = np.arange(len(ranks)), len(ranks).bit_length() - 1
@@ -133,7 +132,7 @@ def _recursive_doubling(world: World) -> list[Round | Copy]:
         Round(ranks, ranks[positions ^ 1 << step], 1.0, forwards=True, is_sum=step > 0 or bool(fold))
         for step in range(steps)
     ]
-    return [*fold, *exchanges, *mirrored(fold)]
+    return fold + exchanges + mirrored(fold)
 
 
 def _swing_sums(world: World) -> list[Round]:
@@ -150,10 +149,6 @@ def _swing_sums(world: World) -> list[Round]:
 
 def _pairs(world: World) -> list[Round]:
     return all_pairs(world.ranks[None], 1.0)
-
-
-def _one_shot_allreduce(world: World) -> list[Round | Copy]:
-    return [*_pairs(world)]
 
 
 def _from_root(world: World) -> list[Round]:
@@ -209,9 +204,9 @@ def _merged(trees: tuple[Tree, ...]) -> list[Round]:
     return side_by_side(one, two)
 
 
-def _tree_allreduce(world: World) -> list[Round | Copy]:
+def _tree_allreduce(world: World) -> list[Round]:
     down = _merged(two_trees(range(world.num_ranks)))
-    return [*summed(down), *down]
+    return summed(mirrored(down)) + down
 
 
 def _tree_copies(world: World) -> list[Round]:
@@ -279,7 +274,7 @@ SCHEDULES: dict[str, Mapping[str, _Schedule]] = {
     "recursive_doubling": {"allreduce": _recursive_doubling},
     "halving_doubling": _by_blocks(_halving_sums) | {"allreduce": _halving_doubling},
     "bruck": {"allgather": _by_blocks(_bruck_copies, _bruck_copies)["allgather"], "alltoall": _bruck_alltoall},
-    "one_shot": _by_blocks(_pairs) | _rooted(_from_root) | {"allreduce": _one_shot_allreduce},
+    "one_shot": _by_blocks(_pairs) | _rooted(_from_root) | {"allreduce": _pairs},
     "two_shot": {"allreduce": _by_blocks(_pairs)["allreduce"]} | _rooted(_two_shot_broadcast, _two_shot_reduce),
     "hierarchical": _by_blocks(_node_sums) | _rooted(_node_copies),
     "pat": _by_blocks(_pat_sums) | _rooted(_pat_copies),
