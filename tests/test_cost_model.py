@@ -274,6 +274,7 @@ def test_explain_takes_an_algorithm_and_tells_roundings():
     [
         (("--ranks", "0"), "argument `ranks`: wanted an integer >= 1, got 0"),
         (("--bytes", "-4"), "argument `bytes`"),
+        (("--programs", "0"), "argument `programs`: wanted an integer >= 1, got 0"),
         (("--topology", "nowhere.xml"), "argument `topology`"),
         (("--algorithm", "best"), "argument `algorithm`: wanted one of auto"),
         (("--algorithm", "direct"), "argument `algorithm`: wanted one of auto, ring, bidirectional_ring, double_bin"),

@@ -40,7 +40,7 @@ def explain_command(
     dtype: str = typer.Option("float32", help=" | ".join(DTYPES)),
     algorithm: str = typer.Option("auto", help=f"auto | {' | '.join(SCHEDULES)}"),
     protocol: str = typer.Option("auto", help=f"auto | {KERNEL} | {' | '.join(PROTOCOLS)}"),
-    programs: int = typer.Option(CHANNELS[-1], min=1, help="of a rank, for operations: a plan's channels at most"),
+    programs: int = typer.Option(CHANNELS[-1], help="of a rank, for operations: a plan's channels at most"),
     trace: Path | None = _TRACE,
     draw: Path | None = _DRAW,
     draw_ring: Path | None = _DRAW_RING,

@@ -72,6 +72,8 @@ class Request:
         if type(self.num_bytes) is not int or self.num_bytes < size or self.num_bytes % size:
             wanted = f"a multiple of {size}, the bytes of a {self.dtype}, and at least that"
             raise ConfigError(f"argument `bytes`: wanted {wanted}, got {self.num_bytes!r}")
+        if type(self.num_programs) is not int or self.num_programs < 1:
+            raise ConfigError(f"argument `programs`: wanted an integer >= 1, got {self.num_programs!r}")
 
     @property
     def num_ranks(self) -> int:
@@ -200,7 +202,7 @@ def choose(request: Request) -> Candidate:
             found, _ = _priced(request, (kernel,), (KERNEL,))
         else:
             found, _ = _priced(request, algorithms_of(request.kind), (KERNEL, *request.protocols))
-    return next(allowed(request, found), _unpriced(request, kernel))
+    return next(allowed(request, found), _kernel(request, kernel))
 
 
 def cheapest(request: Request, found: Sequence[Candidate]) -> Candidate:
@@ -252,7 +254,7 @@ def _variants(request: Request, algorithm: str, protocol: str) -> Iterator[list[
     """
     if protocol == KERNEL:
         if request.kind == "allreduce" and algorithm in kernels_for(request.num_bytes, len(request.machine.nodes)):
-            yield [_unpriced(request, algorithm)]
+            yield [_kernel(request, algorithm)]
         return
     counts = _channel_counts(request)
     options = [*product(counts, PIECES)]
@@ -267,11 +269,11 @@ def _channel_counts(request: Request) -> Sequence[int]:
     return (1,) if request.machine.is_of_cores else [each for each in CHANNELS if each <= request.num_programs]
 
 
-def _unpriced(request: Request, kernel: str) -> Candidate:
-    """A kernel: chunks that follow one another on each channel are its pieces."""
-    channels = 1 if kernel == "one_shot" or request.machine.is_of_cores else request.num_programs
+def _kernel(request: Request, algorithm: str) -> Candidate:
+    """An algorithm's kernel, without a price: chunks that follow one another on each channel are its pieces."""
+    channels = 1 if algorithm == "one_shot" or request.machine.is_of_cores else request.num_programs
     pieces = min(max(1, -(-request.num_bytes // (channels * CHUNK_BYTES))), PIECES[-1])
-    return Candidate(request, kernel, KERNEL, channels, pieces, request.is_half, math.inf)
+    return Candidate(request, algorithm, KERNEL, channels, pieces, request.is_half, math.inf)
 
 
 def _price(candidate: Candidate, schedule: Schedule) -> Candidate:

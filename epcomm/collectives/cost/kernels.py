@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from epcomm.kernels.protocol.collectives import ONE_SHOT_BYTES
 
-#: on several nodes, by the algorithm's name; it is called rails
-BETWEEN_NODES = "hierarchical"
-
 
 def kernels_for(num_bytes: int, num_nodes: int) -> tuple[str, ...]:
     """The algorithms that have a kernel for so many bytes among ranks of so many nodes."""
     if num_nodes > 1:
-        return (BETWEEN_NODES,)
+        return ("hierarchical",)  # the kernel that is called rails
     return ("one_shot", "two_shot") if num_bytes <= ONE_SHOT_BYTES else ("two_shot",)
 
 
