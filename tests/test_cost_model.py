@@ -14,7 +14,7 @@ from benchmarks.published_schedules import SCHEDULES, read_schedule
 from epcomm.cli import app
 from epcomm.collectives.cost.choice import Candidate, Request, candidates, choose
 from epcomm.collectives.cost.machines import Machine, find_machine
-from epcomm.collectives.cost.protocols import CPU_COSTS, PROTOCOLS, costs_of
+from epcomm.collectives.cost.protocols import CPU_COSTS, CPU_PLAN_COSTS, KERNEL, PROTOCOLS, costs_of, protocols_of
 from epcomm.collectives.cost.schedules import algorithms_of
 from epcomm.collectives.plan import COLLECTIVES
 from epcomm.collectives.plan.conditions import REDUCTIONS, ROOTED
@@ -40,23 +40,30 @@ def chosen(
     return choose(Request(num_bytes, machine(name, num_ranks), dtype, kind))
 
 
+def plans(request: Request) -> list[Candidate]:
+    """Of every protocol, whether or not executors have it, cheapest first."""
+    return candidates(request, protocols=tuple(PROTOCOLS))
+
+
+def cheapest_plan(num_bytes: int, name: str = "dgx_h100", num_ranks: int = 8) -> Candidate:
+    return plans(Request(num_bytes, machine(name, num_ranks)))[0]
+
+
 def test_small_tensors_get_few_steps_and_large_ones_few_bytes():
-    small, large = chosen(1024), chosen(1024 * MIB)
+    small, large = cheapest_plan(1024), cheapest_plan(1024 * MIB)
     assert (small.algorithm, small.protocol, small.channels) == ("one_shot", "ll", 1)
     assert (large.algorithm, large.protocol) == ("ring", "simple") and large.channels > 1
-    assert chosen(1024, "dgx1_v100").algorithm == "recursive_doubling"  # where not all are neighbours
-    assert chosen(256 * MIB, "dgx_h100", 16).algorithm == "hierarchical"  # the network carries an eighth of it
-    assert chosen(1024, "ring").algorithm.endswith("ring")  # ranks that forward are the only way
+    assert cheapest_plan(1024, "dgx1_v100").algorithm == "recursive_doubling"  # where not all are neighbours
+    assert cheapest_plan(256 * MIB, "dgx_h100", 16).algorithm == "hierarchical"  # the network carries an eighth of it
+    assert cheapest_plan(1024, "ring").algorithm.endswith("ring")  # ranks that forward are the only way
 
 
-def test_prices_grow_with_bytes_and_the_best_is_chosen():
+def test_prices_grow_with_bytes():
     before = 0.0
     for power in range(8, 31, 2):
-        request = Request(2**power, machine("dgx_h100", 8))
-        found = candidates(request)
+        found = plans(Request(2**power, machine("dgx_h100", 8)))
         prices = [each.microseconds for each in found]
         assert prices == sorted(prices) and prices[0] > before
-        assert choose(request) == found[0]
         assert {(each.algorithm, each.protocol) for each in found} == {
             (name, protocol) for name in algorithms_of("allreduce") if name != "hierarchical" for protocol in PROTOCOLS
         }
@@ -78,21 +85,21 @@ def test_half_precision_sums_round_once(dtype):
     for num_bytes in (1024, MIB, 256 * MIB):
         half, single = chosen(num_bytes, dtype=dtype), chosen(num_bytes)
         assert half.rounds_once and half.wide_sums and half.roundings == 1
-        found = candidates(half.request)
+        found = plans(half.request)
         narrow = [each for each in found if not each.wide_sums]
         assert len(narrow) == len(found) / 2 and not any(each.rounds_once for each in narrow)
         assert all(each.roundings > 1 for each in narrow[:4])
-        assert explain(half.request, "ring").chosen.wide_sums
         assert not single.wide_sums
         assert single.roundings == verify(single.plan).roundings
-    two = chosen(MIB, num_ranks=2, dtype=dtype)
-    assert not two.wide_sums and two.roundings == 1  # one sum: nothing to widen
+    two = plans(Request(MIB, machine("dgx_h100", 2), dtype))
+    assert all(each.roundings == 1 and not each.wide_sums for each in two)  # one sum: nothing to widen
 
 
 def test_wide_sums_cost_bytes_where_sums_travel():
     def price(name: str, dtype: str) -> float:
         request = Request(64 * MIB, machine("dgx_h100", 8), dtype)
-        return choose(request, algorithms=(name,), protocols=("simple",)).microseconds
+        found = candidates(request, algorithms=(name,), protocols=("simple",))
+        return next(each for each in found if each.rounds_once or dtype == "float32").microseconds
 
     assert price("ring", "bfloat16") > 1.2 * price("ring", "float32")
     assert price("two_shot", "bfloat16") == price("two_shot", "float32")
@@ -102,7 +109,8 @@ def test_wide_sums_cost_bytes_where_sums_travel():
 def test_prices_are_close_to_simulations(kind):
     for name, num_ranks in (("dgx_h100", 8), ("dgx1_v100", 8), ("full_mesh", 5), ("two_socket_host", 4)):
         for num_bytes in (1 << 10, 1 << 20):
-            found = candidates(Request(num_bytes, machine(name, num_ranks), kind=kind))[0]
+            request = Request(num_bytes, machine(name, num_ranks), kind=kind)
+            found = candidates(request, protocols=protocols_of(name))[0]
             # in a tree that sums, pieces wait for each other where rounds let them overlap
             most = 1.75 if kind == "reduce" and found.pieces > 1 else 1.25
             assert 0.8 < found.simulated().makespan / found.microseconds < most
@@ -110,7 +118,7 @@ def test_prices_are_close_to_simulations(kind):
 
 def test_each_collective_has_its_candidates():
     for kind in COLLECTIVES:
-        found = candidates(Request(MIB, machine("dgx_h100", 16), kind=kind, root=5 if kind in ROOTED else 0))
+        found = plans(Request(MIB, machine("dgx_h100", 16), kind=kind, root=5 if kind in ROOTED else 0))
         assert {each.algorithm for each in found} == set(algorithms_of(kind))
         assert all(each.plan.collective.kind == kind for each in found[:2])
     gathered = chosen(64 * MIB, kind="allgather", dtype="bfloat16")
@@ -125,7 +133,10 @@ def test_costs_are_the_protocols():
     assert costs.latency["nvlink"] == 0.6 and costs.latency["network"] == 2.7
     tree = costs_of("dgx_h100", "simple", "double_binary_tree", 4, 2)
     assert (tree.launch, tree.latency["nvlink"], tree.latency["network"]) == (8.4, 4.0, 14.0)
-    assert costs_of("two_socket_host", "simple", "ring", 1, 1) is CPU_COSTS
+    by_hand = costs_of("dgx_h100", KERNEL, "two_shot", 16, 1)
+    assert (by_hand.launch, by_hand.efficiency, by_hand.latency["nvlink"]) == (6.6, 1.0, 3.4)
+    assert costs_of("two_socket_host", KERNEL, "two_shot", 1, 1) is CPU_COSTS
+    assert costs_of("host", "simple", "ring", 1, 1) is CPU_PLAN_COSTS and CPU_PLAN_COSTS.channel < CPU_COSTS.channel
 
 
 def test_machines_by_name(tmp_path):
@@ -141,7 +152,7 @@ def test_machines_by_name(tmp_path):
     dump.write_text((cost_model.RESULTS.parents[1] / "tests/data/topology/rccl_topo_4p3l.xml").read_text())
     assert find_machine(str(dump), 4).topology.num_ranks == 4
     for name, num_ranks, message in (
-        ("dgx_h10", 8, "argument `topology`: wanted one of ring, .* got 'dgx_h10'"),
+        ("dgx_h10", 8, "argument `topology`: wanted one of host, ring, .* got 'dgx_h10'"),
         ("dgx_h100", 0, "argument `ranks`: wanted an integer >= 1, got 0"),
         (str(dump), 5, "argument `ranks`: wanted at most 4 on .*, got 5"),
         ("dgx1_v100", 129, "argument `ranks`: wanted at most 128 on dgx1_v100, got 129"),
@@ -178,7 +189,7 @@ def test_names_that_are_not_known():
         explain(request, "rign")
     with pytest.raises(ConfigError, match="argument `protocol`: on dgx_h100 wanted one of ll, .* got 'll64'"):
         explain(request, protocol="ll64")
-    with pytest.raises(ConfigError, match="argument `protocol`: on two_socket_host wanted one of simple, got 'll'"):
+    with pytest.raises(ConfigError, match="argument `protocol`: on two_socket_host wanted one of simple, .* got 'll'"):
         explain(Request(MIB, machine("two_socket_host", 2)), protocol="ll")
     with pytest.raises(ConfigError, match="argument `algorithm`: swing: wanted a power of two of ranks, got 6"):
         explain(request, "swing")
@@ -225,8 +236,9 @@ def test_each_collective_is_explained(kind):
     assert [", ".join(alternative.kinds) for alternative, _ in found.alternatives] == instead
     assert all(f"{microseconds:.1f}" in output for _, microseconds in found.alternatives)
     assert found.bound < found.timeline.makespan and found.chosen.rounds_once >= found.request.is_half
-    assert ("auto takes only what rounds once" in output) == (kind in REDUCTIONS)
+    assert ("only what rounds once is chosen" in output) == (kind in REDUCTIONS)
     assert ("each row once per rank" in output) == (kind == "alltoall")
+    assert ("takes plans only as algorithm=" in output) == (kind != "allreduce")
     assert found.chosen.plan.collective.root == request.root
 
 

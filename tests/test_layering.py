@@ -17,7 +17,7 @@ LAYERS = [
     ["kernels.protocol"],
     ["kernels", "kernels.cpu", "kernels.gpu"],
     ["runtime", "rendezvous", "bootstrap", "hub", "wide_hub", "tcp", "links", "monitor", "abort", "liveness",
-     "failures", "operation", "work", "proxy", "topology", "model.gpus"],
+     "failures", "operation", "work", "proxy", "agreement", "topology", "model.gpus"],
     ["collectives.plan"],
     ["collectives.language", "simulation"],
     ["collectives.algorithms"],

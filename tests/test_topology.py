@@ -344,6 +344,43 @@ def test_a_host_of_two_sockets(tmp_path):
         read_host(tmp_path / "elsewhere")
 
 
+def test_as_many_ranks_of_a_host_as_wanted(tmp_path):
+    fake_host(tmp_path, [[0, 2, 4], [1, 3, 5]])
+    six = read_host(tmp_path)
+    assert read_host(tmp_path, num_ranks=6) == six
+    few = read_host(tmp_path, num_ranks=2)
+    assert few == six.first_ranks(2) and few.ranks == ("core0", "core1")
+    many = read_host(tmp_path, num_ranks=14)  # twice or three times as many as cores
+    assert len(set(many.ranks)) == 14 and many.ranks[:6] == six.ranks
+    for rank in range(6, 14):
+        shared = rank % 6
+        assert many.route(rank, shared).devices[1:-1] == (f"L1 of {shared}",)
+        assert all(
+            many.route(rank, other).devices[1:] == six.route(shared, other).devices[1:]
+            for other in range(6) if other != shared
+        )  # fmt: skip
+
+
+def test_parts_of_a_topology():
+    machine = PRESETS["dgx1_v100"]()
+    part = machine.first_ranks(3)
+    assert part.ranks == machine.ranks[:3] and part.name == machine.name
+    assert [device.name for device in part.devices if device.kind == "gpu"] == list(part.ranks)
+    assert part.bandwidth(0, 1) == machine.bandwidth(0, 1) and machine.first_ranks(8) == machine
+    for number in (0, 9):
+        with pytest.raises(ConfigError, match=f"wanted 1 to 8 ranks of it, got {number}"):
+            machine.first_ranks(number)
+
+
+def test_fingerprints_tell_topologies_apart():
+    ring = PRESETS["ring"](4)
+    mesh, slower = PRESETS["full_mesh"](4), PRESETS["ring"](4, 2.0)
+    others = [mesh, slower, PRESETS["ring"](5), ring.scaled(3.0), ring.first_ranks(3)]
+    assert ring.fingerprint == PRESETS["ring"](4).fingerprint
+    assert len({topology.fingerprint for topology in (ring, *others)}) == 1 + len(others)
+    assert (ring.scaled(3.0).bandwidth(0, 1), ring.scaled(3.0).unit) == (3.0, "GB/s")
+
+
 def test_lists_of_numbers():
     assert parse_list("0-3,8,10-11\n") == [0, 1, 2, 3, 8, 10, 11]
     assert parse_list("") == []

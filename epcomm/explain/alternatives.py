@@ -65,6 +65,8 @@ def priced(request: Request) -> Iterator[tuple[Alternative, float]]:
     """The alternatives to a request and their prices in µs, without those that no algorithm does on its machine."""
     for alternative in ALTERNATIVES[request.kind]:
         try:
-            yield alternative, sum(choose(each).microseconds for each in alternative.requests(request))
+            found = [choose(each) for each in alternative.requests(request)]
         except ConfigError:  # no links join those that would talk
             continue
+        if all(each.has_price for each in found):
+            yield alternative, sum(each.microseconds for each in found)

@@ -8,9 +8,9 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from epcomm.collectives.cost.choice import DTYPES, Request
+from epcomm.collectives.cost.choice import CHANNELS, DTYPES, Request
 from epcomm.collectives.cost.machines import MOST_BUILT, find_machine
-from epcomm.collectives.cost.protocols import PROTOCOLS
+from epcomm.collectives.cost.protocols import KERNEL, PROTOCOLS
 from epcomm.collectives.cost.schedules import SCHEDULES
 from epcomm.collectives.plan import COLLECTIVES
 from epcomm.errors import EpcommError
@@ -22,7 +22,8 @@ from epcomm.topology import PRESETS
 
 console = Console()
 
-_TOPOLOGY = typer.Option("dgx_h100", help=f"{' | '.join(PRESETS)}, or a file: a topology dump of NCCL's or RCCL's")
+_MACHINES = " | ".join(("host, which is this machine", *PRESETS))
+_TOPOLOGY = typer.Option("dgx_h100", help=f"{_MACHINES}, or a file: a topology dump of NCCL's or RCCL's")
 _TRACE = typer.Option(None, help="write the simulation to this JSON file, for Perfetto")
 _DRAW = typer.Option(None, help="draw the schedule in space and time to this file, SVG, PNG or PDF")
 _DRAW_RING = typer.Option(None, help="draw the ring's order on the machine to this file, SVG, PNG or PDF")
@@ -38,7 +39,8 @@ def explain_command(
     topology: str = _TOPOLOGY,
     dtype: str = typer.Option("float32", help=" | ".join(DTYPES)),
     algorithm: str = typer.Option("auto", help=f"auto | {' | '.join(SCHEDULES)}"),
-    protocol: str = typer.Option("auto", help=f"auto | {' | '.join(PROTOCOLS)}"),
+    protocol: str = typer.Option("auto", help=f"auto | {KERNEL} | {' | '.join(PROTOCOLS)}"),
+    programs: int = typer.Option(CHANNELS[-1], min=1, help="of a rank, for operations: a plan's channels at most"),
     trace: Path | None = _TRACE,
     draw: Path | None = _DRAW,
     draw_ring: Path | None = _DRAW_RING,
@@ -48,7 +50,8 @@ def explain_command(
         for name, path in (("draw", draw), ("draw-ring", draw_ring)):
             if path is not None:
                 check_path(name, path)
-        request = Request(num_bytes, find_machine(topology, ranks), dtype, collective, root)
+        machine = find_machine(topology, ranks)
+        request = Request(num_bytes, machine, dtype, collective, root, num_programs=programs)
         explanation = explain(request, algorithm, protocol)
         print_explanation(console, explanation)
         _write(explanation, trace, draw, draw_ring)

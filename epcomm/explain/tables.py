@@ -8,6 +8,7 @@ from rich.table import Table
 
 from epcomm.collectives.algorithms import ALGORITHMS
 from epcomm.collectives.cost.choice import Candidate
+from epcomm.collectives.cost.protocols import EXECUTED
 from epcomm.explain.explanation import MOST_SIMULATED, Explanation
 from epcomm.rich_tables import aligned_table, counted, size_text
 
@@ -69,30 +70,49 @@ def _print_transition(console: Console, explanation: Explanation) -> None:
 
 
 def _print_algorithm(console: Console, explanation: Explanation) -> None:
-    chosen, request = explanation.chosen, explanation.request
+    chosen = explanation.chosen
     console.print(f"\n[bold]2. Algorithm: {chosen.algorithm}[/], {_IDEAS[chosen.algorithm]}", highlight=False)
     table = _table("price, µs", "", "algorithm", "protocol", "channels", "pieces", "µs", "against best", "rounds")
     best = explanation.candidates[0].microseconds
     for each in _shown(explanation):
         table.add_row(
             "->" if each == chosen else "", each.algorithm, each.protocol, str(each.channels), str(each.pieces),
-            f"{each.microseconds:.1f}", f"{each.microseconds / best:.2f}x", _roundings(each),
+            *_prices(each, best), _roundings(each),
         )  # fmt: skip
     console.print(table)
-    if request.is_half and request.num_ranks > 2:
-        console.print(
-            f"   {request.dtype}: auto takes only what rounds once; there partial sums are float32, also on their way, "
-            "and prices include their bytes.",
-            highlight=False,
-        )
+    for line in _rules(explanation):
+        console.print(f"   {line}", highlight=False)
+
+
+def _rules(explanation: Explanation) -> list[str]:
+    """By what is chosen besides prices."""
+    request, machine = explanation.request, explanation.request.machine
+    once = (
+        f"{request.dtype}: only what rounds once is chosen. Kernels do; plans would with float32 partial sums, also on "
+        "their way, which prices include; no executor has them yet."
+    )
+    rules = [once] if request.is_half and request.num_ranks > 2 else []
+    if request.kind != "allreduce":
+        return [*rules, f"{request.kind} takes plans only as algorithm=; its auto is a kernel written by hand."]
+    if len(machine.nodes) > 1:
+        return ["Ranks on several nodes: auto is the kernel that sums in each node, and then along the rails."]
+    if machine.is_of_cores:
+        return ["Ranks on cores: auto is the kernel that was measured to be the fastest for so many bytes."]
+    return [*rules, f"auto takes what can run: kernels, and plans by {' and '.join(EXECUTED)}."]
 
 
 def _shown(explanation: Explanation) -> list[Candidate]:
-    """Each algorithm's best candidate, by how wide its partial sums are, and the chosen one, in the order of prices."""
-    best: dict[tuple[str, bool], Candidate] = {}
+    """Each algorithm's kernel and best plan, by how wide its partial sums are, and the chosen one, by price."""
+    best: dict[tuple[str, bool, bool], Candidate] = {}
     for each in explanation.candidates:
-        best.setdefault((each.algorithm, each.wide_sums), each)
+        best.setdefault((each.algorithm, each.is_kernel, each.wide_sums), each)
     return sorted({*best.values(), explanation.chosen}, key=lambda each: each.microseconds)
+
+
+def _prices(candidate: Candidate, best: float) -> tuple[str, str]:
+    """In µs, and in prices of the best."""
+    price = candidate.microseconds
+    return (f"{price:.1f}", f"{price / best:.2f}x") if candidate.has_price else ("-", "-")
 
 
 def _roundings(candidate: Candidate) -> str:
@@ -136,9 +156,11 @@ def _print_fit(console: Console, explanation: Explanation) -> None:
         lines.append(f"simulated: {explanation.microseconds:.1f} µs; price: {explanation.chosen.microseconds:.1f} µs")
         parts = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
         lines.append(f"critical path: {parts}")
+    elif not explanation.chosen.has_price:
+        lines.append("no price: some ranks that talk to each other have no link, and take what way there is")
     else:
         lines.append(f"price: {explanation.microseconds:.1f} µs; more than {MOST_SIMULATED} ranks are not simulated")
-    if explanation.bound:  # one rank's is 0
+    if explanation.bound and explanation.chosen.has_price:  # one rank's is 0
         ratio = explanation.microseconds / explanation.bound
         lines.append(f"cut bound: {explanation.bound:.1f} µs, no matter the algorithm; this is {ratio:.2f} times that")
     console.print("\n".join(f"   {line}" for line in lines), highlight=False, markup=False)
@@ -150,6 +172,8 @@ def _print_advice(console: Console, explanation: Explanation) -> None:
     kind, lines = explanation.request.kind, []
     if explanation.request.num_ranks == 1:
         console.print("   One rank: there is nothing to communicate.")
+        return
+    if not explanation.chosen.has_price:
         return
     if explanation.bound is not None:
         moving = explanation.bound / explanation.microseconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -88,6 +89,31 @@ class Topology:
     @property
     def num_ranks(self) -> int:
         return len(self.ranks)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The same for topologies that are equal, on every machine, and hardly for others: 16 hex digits."""
+        return hashlib.blake2b(repr(self).encode(), digest_size=8).hexdigest()
+
+    def first_ranks(self, num_ranks: int) -> Topology:
+        """The topology with its first ranks only; the other ranks' devices are gone, for they would not forward.
+
+        ConfigError if it hasn't so many.
+        """
+        if not 0 < num_ranks <= self.num_ranks:
+            raise ConfigError(f"topology {self.name}: wanted 1 to {self.num_ranks} ranks of it, got {num_ranks}")
+        gone = set(self.ranks[num_ranks:])
+        return replace(
+            self,
+            devices=tuple(device for device in self.devices if device.name not in gone),
+            links=tuple(link for link in self.links if not {link.a, link.b} & gone),
+            ranks=self.ranks[:num_ranks],
+        )
+
+    def scaled(self, bandwidth: float) -> Topology:
+        """With bandwidths in GB/s, `bandwidth` for each unit of now: of one whose bandwidths are relative."""
+        links = tuple(replace(link, bandwidth=link.bandwidth * bandwidth) for link in self.links)
+        return replace(self, links=links, unit="GB/s")
 
     def device(self, name: str) -> Device:
         """A device by its name; ConfigError if there is none."""
