@@ -64,8 +64,11 @@ def test_more_tiles_than_slots(kind: str, world: int, way: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", lines.PROTOCOLS)
-@pytest.mark.parametrize("kind, world", [("triton", 2), ("triton", 4), ("mixed", 3), ("mixed", 5)])
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind, world, way", [
+    *((kind, world, lines.SIMPLE) for kind, world in (("triton", 2), ("triton", 4), ("mixed", 3), ("mixed", 5))),
+    *((kind, world, way) for kind, world in (("triton", 2), ("mixed", 3)) for way in lines.IN_LINES),
+])  # fmt: skip
 def test_every_algorithm(kind: str, world: int, way: str) -> None:
     on_ranks(kind, world, check_plans, world - 1, 2, [(1, torch.int64), (37, torch.float16)], way)
 
