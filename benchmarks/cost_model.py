@@ -4,7 +4,8 @@ Four comparisons, all in µs:
 
 * `schedules`: allgathers of TE-CCL's solver, replayed event by event, beside the finish times it published;
 * `published`: allreduces of 8 ranks on H100s, priced, beside what others measured or what NCCL's model says;
-* `choices`: what `auto` picks by price, simulated, beside the best of all algorithms' candidates by simulation;
+* `choices`: the plan of the least price, of each collective, simulated, beside the best of all algorithms' plans by
+  simulation;
 * `fits`: constants of ranks that are processes on CPUs, fitted by least squares of relative errors to the medians of
   benchmarks/results/allreduce.json, and what they predict for runs that they were not fitted to.
 """
@@ -29,6 +30,8 @@ from benchmarks.published_schedules import SCHEDULES, read_schedule
 from epcomm.collectives.algorithms import ALGORITHMS
 from epcomm.collectives.cost.choice import Candidate, Request, candidates
 from epcomm.collectives.cost.machines import find_machine
+from epcomm.collectives.cost.protocols import PROTOCOLS
+from epcomm.collectives.plan import COLLECTIVES
 from epcomm.kernels.protocol.collectives import ONE_SHOT_BYTES
 from epcomm.model.published import ALLREDUCE as PUBLISHED
 from epcomm.rich_tables import aligned_table, size_text
@@ -52,7 +55,7 @@ def compare_schedules() -> Iterator[dict]:
 
 
 def compare_published() -> Iterator[dict]:
-    """Measured allreduces beside the cheapest candidate of the same algorithm, or of a ring or tree for NCCL's."""
+    """Measured allreduces beside the cheapest plan of the same algorithm, or of a ring or tree for NCCL's."""
     machine = find_machine("dgx_h100", 8)
     ring = ALGORITHMS["ring"].plan("allreduce", 8)
     for figure in PUBLISHED:
@@ -61,7 +64,8 @@ def compare_published() -> Iterator[dict]:
             continue
         algorithm = _MEASURED[name]
         names = ("ring", "double_binary_tree") if algorithm is None else (algorithm,)
-        price = candidates(Request(figure.num_bytes, machine), algorithms=names)[0].microseconds
+        request = Request(figure.num_bytes, machine)
+        price = candidates(request, algorithms=names, protocols=tuple(PROTOCOLS))[0].microseconds
         yield _compared(f"{name}, measured", figure.source, figure.num_bytes, figure.microseconds, price)
         if algorithm is None:
             astra = simulate(ring, figure.num_bytes, ASTRA_SIM).makespan
@@ -75,15 +79,16 @@ def compare_published() -> Iterator[dict]:
 
 
 def compare_choices() -> Iterator[dict]:
-    """The chosen candidate beside the best, of one of each algorithm, all simulated."""
-    for name, num_bytes in itertools.product(("dgx_h100", "dgx1_v100"), (1 << 10, 1 << 16, 1 << 20, 1 << 24)):
+    """The cheapest plan beside the best, of one of each algorithm, all simulated; and its price beside that."""
+    for kind, name, num_bytes in itertools.product(COLLECTIVES, ("dgx_h100", "dgx1_v100"), (1 << 10, 1 << 20, 1 << 24)):
         found: dict[str, Candidate] = {}
-        for each in candidates(Request(num_bytes, find_machine(name, 8))):
+        request = Request(num_bytes, find_machine(name, 8), kind=kind)
+        for each in candidates(request, protocols=tuple(PROTOCOLS)):
             found.setdefault(each.algorithm, each)
         times = {algorithm: each.simulated().makespan for algorithm, each in found.items()}
         chosen, best = next(iter(found)), min(times, key=lambda algorithm: times[algorithm])
-        row = _compared(f"{name}: {chosen} chosen", "simulated", num_bytes, times[best], times[chosen])
-        yield row | {"best": best}
+        row = _compared(f"{kind} on {name}: {chosen} chosen", "simulated", num_bytes, times[best], times[chosen])
+        yield row | {"best": best, "price_us": round(found[chosen].microseconds, 3)}
 
 
 # base and step latency, µs; bus bandwidth, GB/s, of 16 channels on 8 H100s whose links carry 450
@@ -172,7 +177,7 @@ def _predicted(num_ranks: int, points: Sequence[tuple[int, float]], constants: n
 
 
 def cpu_costs(document: dict) -> Costs:
-    """The constants of 2 ranks as a plan's costs."""
+    """The constants of 2 ranks as a kernel's costs."""
     two = next(each for each in document["fits"] if each["ranks"] == 2)
     latency = {"cache": two["round_us"], "socket": two["round_us"]}
     return Costs(launch=two["launch_us"], channel=two["channel_gb_per_s"], latency=latency)

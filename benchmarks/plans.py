@@ -1,4 +1,4 @@
-"""Allreduce by plans beside the kernels written by hand: `python benchmarks/plans.py [--json FILE]`.
+"""Allreduce by plans beside the kernels written by hand: `python benchmarks/plans.py [--protocols simple,ll,ll128]`.
 
 All run bound, out of place, interleaved in random order; each sample is the slowest rank's. A row's `to_kernel` says
 how many times the time of the best hand-written kernel its p50 is, called in the same way (cold or warm).
@@ -6,9 +6,10 @@ how many times the time of the best hand-written kernel its p50 is, called in th
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from benchmarks.reporting import RESULTS, integers, words
 from benchmarks.timing import WHOLE, Contestant, Step, interleave, statistics
 from benchmarks.world import run_world
 from epcomm.collectives.algorithms import ALGORITHMS
+from epcomm.collectives.planned import named_plan
+from epcomm.kernels.protocol.lines import PROTOCOLS, SIMPLE
 
 _KERNELS = ("one_shot", "two_shot")
 _ONE_SHOT_LIMIT = 32 << 10
@@ -34,14 +37,17 @@ _SIZES = "1024,65536,1048576,4194304,16777216,67108864"
 _MAX_ROUNDS = 300
 
 
-def _contestants(world: Any, message: Message, plans: Sequence[str]) -> list[Contestant]:
+def _contestants(world: Any, message: Message, plans: Sequence[str], protocols: Sequence[str]) -> list[Contestant]:
     comm, num_bytes = world.epcomm, message.x.nbytes
     algorithms: dict[str, Any] = {
         f"kernel {name}": name for name in _KERNELS if name != "one_shot" or num_bytes <= _ONE_SHOT_LIMIT
     }
-    for name in plans:  # by name as anyone would get them, but for names that are kernels'
-        plan = ALGORITHMS[name].plan("allreduce", comm.size) if name in _KERNELS else name
-        algorithms[f"plan {name}"] = plan
+    for name, way in itertools.product(plans, protocols):  # as by name, but for names that are kernels'
+        if name in _KERNELS:
+            plan = ALGORITHMS[name].plan("allreduce", comm.size)
+        else:
+            plan = named_plan(name, "allreduce", comm.size, 0, num_bytes, comm._binder.num_channels)
+        algorithms[f"plan {name}" + f" {way}" * (way != SIMPLE)] = replace(plan, protocol=way)
     found = []
     for name, algorithm in algorithms.items():
         out = torch.empty_like(message.x)
@@ -55,11 +61,13 @@ def _contestants(world: Any, message: Message, plans: Sequence[str]) -> list[Con
     return found
 
 
-def measure_plans(world: Any, cases: list[AllreduceCase], plans: Sequence[str], budget: float) -> None:
+def measure_plans(
+    world: Any, cases: list[AllreduceCase], plans: Sequence[str], protocols: Sequence[str], budget: float
+) -> None:
     """The bench function that every rank runs; rank 0 emits rows."""
     for index, case in enumerate(cases):
         world.progress(index, len(cases), case.label())
-        contestants = _contestants(world, Message(case, world.rank), plans)
+        contestants = _contestants(world, Message(case, world.rank), plans, protocols)
         timings = interleave(world, contestants, budget=budget, max_rounds=_MAX_ROUNDS)
         for temperature in ("cold", "warm"):
             numbers = {
@@ -81,18 +89,21 @@ def main(
     ranks: str = typer.Option("2,4", help="world sizes, comma-separated"),
     sizes: str = typer.Option(_SIZES, help="message sizes in bytes"),
     plans: str = typer.Option(_PLANS, help="algorithms"),
+    protocols: str = typer.Option(SIMPLE, help=f"of plans: {', '.join(PROTOCOLS)}"),
     budget: float = typer.Option(4.0, help="seconds of interleaved timing per case"),
     json: Path = typer.Option(RESULTS / "plans.json", help="write the document here"),
 ) -> None:
     """Plans beside kernels, for each size and number of ranks."""
-    options = {"ranks": integers(ranks), "sizes": integers(sizes), "plans": words(plans), "budget": budget}
+    options = {"ranks": integers(ranks), "sizes": integers(sizes), "plans": words(plans)}
+    options |= {"protocols": words(protocols), "budget": budget}
     document = results.new_document("plans", options)
     for num_ranks in integers(ranks):
         cases = [AllreduceCase(num_ranks, size, "float32") for size in integers(sizes)]
         deadline = 120 + len(cases) * (4 * budget + 60)
         outcome = run_world(
-            measure_plans, num_ranks, cases, words(plans), budget, without=("mpi", "gloo"), deadline=deadline
-        )
+            measure_plans, num_ranks, cases, words(plans), words(protocols), budget,
+            without=("mpi", "gloo"), deadline=deadline,
+        )  # fmt: skip
         results.add_outcome(document, outcome)
     table = Table("case", "", "p50, µs", "min, µs", "to kernel", "")
     for row in document["rows"]:

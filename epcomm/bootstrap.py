@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
-from epcomm.errors import ConfigError, TimeoutError
+from epcomm.errors import TimeoutError
 from epcomm.hub import Hub
 from epcomm.links import Links
 from epcomm.rendezvous import LaunchedRank, Rendezvous, host_identity
@@ -71,16 +71,6 @@ class _Card:
 
 def _nothing() -> None:
     return None
-
-
-def agree_on_programs(hub: Hub, num_programs: int, kind: str, timeout: float) -> int:
-    """How many programs each rank runs: the least that any asks for. All ranks must be on the same kind of device."""
-    payload = struct.pack("<q", num_programs) + kind.encode()
-    payloads = [message for message, _ in hub.allgather(payload, timeout=timeout, check=lambda: None)]
-    kinds = [payload[8:].decode() for payload in payloads]
-    if len(set(kinds)) > 1:
-        raise ConfigError(f"init: argument `device`: wanted the same kind on all ranks, got {', '.join(kinds)} by rank")
-    return min(struct.unpack("<q", payload[:8])[0] for payload in payloads)
 
 
 # ---- one host

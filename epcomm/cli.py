@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from epcomm.aot import main as aot_command
-from epcomm.explain.commands import app as explain_commands
+from epcomm.explain.commands import explain_command
 from epcomm.model.commands import app as model_commands
 from epcomm.plan_commands import app as plan_commands
 
@@ -26,10 +26,10 @@ app = typer.Typer(
     help="Expert parallelism and collectives between the ranks of an ML job. In a checkout: `epcomm bench`.",
     no_args_is_help=True,
 )
-app.add_typer(explain_commands, name="explain")
 app.add_typer(model_commands, name="model")
 app.add_typer(plan_commands, name="plan")
 app.command("aot")(aot_command)
+app.command("explain")(explain_command)
 _CHECKOUT = Path(__file__).resolve().parents[1]
 console = Console()
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from epcomm.agreement import check_topology
 from epcomm.collectives.bind import Binder
+from epcomm.collectives.methods import Collectives
 from epcomm.collectives.movement import Movement
 from epcomm.collectives.ops import Reductions
-from epcomm.collectives.parts import Tensors
-from epcomm.collectives.plan import Plan
 from epcomm.collectives.planned import PlanBinder
 from epcomm.collectives.point_to_point import PointToPoint
-from epcomm.errors import ConfigError, EpcommError
+from epcomm.errors import ConfigError, EpcommError, UnsupportedError
 from epcomm.hub import Hub
 from epcomm.kernels.protocol.collectives import collective_regions
 from epcomm.kernels.target import Target
@@ -23,32 +24,39 @@ from epcomm.moe.expert_parallel import ExpertParallel
 from epcomm.moe.hierarchical import HierarchicalExpertParallel, check_nodes
 from epcomm.moe.placement import Placement
 from epcomm.runtime import Runtime
-from epcomm.work import Fifo, Work
+from epcomm.work import Fifo
+
+if TYPE_CHECKING:
+    from epcomm.topology import Topology
 
 
-class Communicator:
+class Communicator(Collectives):
     """The ranks that talk to each other, from the view of one of them. Made by `init`; a context manager.
 
     Attributes: ``rank``, ``size``, ``nodes`` (of each rank: 0, 1, ... by first appearance; ranks of one node share
-    memory), ``device``, ``transport``, ``closed``. Every method but `check`, `abort`, `reject` and those
+    memory), ``device``, ``transport``, ``topology``, ``closed``. Every method but `check`, `abort`, `reject` and those
     for messages is collective: all ranks call the same operations in the same order. Tensors are on `device`; results
     are new tensors unless `out` is given (``out is x`` works in place); with ``async_op=True`` they are a `Work`.
     Instead of hanging, operations raise `MismatchError`, `PeerFailedError`, `PeerLostError` or `TimeoutError`; the
     communicator is then failed until `reset`. SIGINT ends a wait of the main thread.
     """
 
-    def __init__(self, hub: Hub, target: Target, num_programs: int, timeout: float):
+    def __init__(
+        self, hub: Hub, target: Target, num_programs: int, timeout: float, topology: Topology | None = None
+    ):
         def exchange(payload: bytes) -> list[bytes]:
             return [message for message, _ in hub.allgather(payload, timeout=timeout, check=lambda: None)]
 
         network = target.connect(hub.rank, hub.nodes, exchange)
         self.rank, self.size, self.nodes = hub.rank, hub.size, list(hub.nodes if network is None else network.nodes)
+        if topology is not None:
+            check_topology(topology, self.nodes)
         self.device = target.device
         regions = collective_regions(self.size, num_programs, target.copy_engine_bytes, max(self.nodes) + 1)
         self._runtime = Runtime(target, hub, network, regions, num_programs, timeout)
         self.transport = self._runtime.transport
         self._fifo = Fifo("epcomm-async", is_stream_ordered=self.device.type == "cuda")
-        self._binder = Binder(self._runtime, regions, num_programs)
+        self._binder = Binder(self._runtime, regions, num_programs, topology)
         plans = PlanBinder(self._binder)
         self._reductions = Reductions(self._runtime, self._binder, plans, self._fifo)
         self._movement = Movement(self._runtime, self._binder, plans, self._fifo)
@@ -114,6 +122,24 @@ class Communicator:
     def __repr__(self) -> str:
         return f"<Communicator rank {self.rank} of {self.size}, {self.transport}{', closed' if self.closed else ''}>"
 
+    @cached_property
+    def topology(self) -> Topology | None:
+        """The machine the ranks are on: what `init` was given, else what is known of this one.
+
+        Of CPUs that is `read_host` with as many ranks, of GPUs `known_gpus`. None for ranks on several hosts, and where
+        Linux doesn't describe the host.
+        """
+        if self._binder.machine is not None:
+            return self._binder.machine.topology
+        if max(self.nodes) > 0:
+            return None
+        from epcomm.topology import read_host  # choices don't need it
+
+        try:
+            return read_host(num_ranks=self.size)
+        except UnsupportedError:
+            return None
+
     @property
     def num_programs(self) -> int:
         """Threads, or multiprocessors of a GPU, that an operation may use."""
@@ -123,135 +149,6 @@ class Communicator:
     def waited(self) -> list[int]:
         """Nanoseconds that operations here have waited for each rank so far, first polls left out. On CUDA zeros."""
         return self._runtime.context.words[-self.size :].tolist()
-
-    # ---- collectives
-
-    def barrier(self, timeout: float | None = None, *, async_op: bool = False) -> Any:
-        """Returns once every rank has called it; what they wrote before is visible."""
-        return self._reductions.barrier(async_op, timeout)
-
-    def allreduce(
-        self,
-        x: torch.Tensor,
-        op: str = "sum",
-        *,
-        out: torch.Tensor | None = None,
-        algorithm: str | Plan = "auto",
-        async_op: bool = False,
-        timeout: float | None = None,
-    ) -> Any:
-        """The reduction of all ranks' `x`, with the same bits on every rank and, but for "multimem", from run to run.
-
-        `op`: sum, avg, min, max, prod; band, bor, bxor for integers and bool. 16-bit floats are summed in float32 and
-        rounded once; avg of integers truncates toward zero. `algorithm`: "one_shot" (up to 32 KiB), "two_shot", or
-        "multimem", where NVLink's switch sums and averages floats of 16 and 32 bits, in an order of its own: "auto"
-        never takes it. Or, in this and all collectives that have it, a `Plan`, which is proven first, or the name of
-        one of `collectives.algorithms`: sums then round as often as the proof says (docs/plans.md).
-        """
-        return self._reductions.allreduce(x, op, out, algorithm, async_op, timeout)
-
-    def bind_allreduce(
-        self, x: torch.Tensor, op: str = "sum", *, out: torch.Tensor | None = None, algorithm: str | Plan = "auto"
-    ) -> Callable[[], torch.Tensor]:
-        """A function that allreduces `x` into `out` (default: in place) with addresses resolved once, for hot loops."""
-        return self._reductions.bind_allreduce(x, op, out, algorithm)
-
-    def reduce(
-        self, x: torch.Tensor, dst: int = 0, op: str = "sum", *, out: torch.Tensor | None = None,
-        algorithm: str | Plan = "auto", async_op: bool = False, timeout: float | None = None,
-    ) -> Any:  # fmt: skip
-        """Like `allreduce`, with the result on rank `dst` only; the others get None."""
-        return self._reductions.reduce(x, dst, op, out, algorithm, async_op, timeout)
-
-    def allgather(
-        self, x: torch.Tensor, *, out: Tensors | None = None, algorithm: str | Plan = "auto",
-        async_op: bool = False, timeout: float | None = None,
-    ) -> Any:  # fmt: skip
-        """All ranks' `x`, concatenated on dim 0 in rank order, or in a list `out` of one tensor per rank."""
-        return self._movement.allgather(x, out, algorithm, async_op, timeout)
-
-    def gather(
-        self,
-        x: torch.Tensor,
-        dst: int = 0,
-        *,
-        out: Tensors | None = None,
-        async_op: bool = False,
-        timeout: float | None = None,
-    ) -> Any:
-        """Like `allgather`, with the result on rank `dst` only; the others get None."""
-        return self._movement.gather(x, dst, out, async_op, timeout)
-
-    def broadcast(
-        self, x: torch.Tensor, src: int = 0, *, out: torch.Tensor | None = None, algorithm: str | Plan = "auto",
-        async_op: bool = False, timeout: float | None = None,
-    ) -> Any:  # fmt: skip
-        """Rank `src`'s `x`; elsewhere `x` gives shape and dtype (``out=x`` receives into it)."""
-        return self._movement.broadcast(x, src, out, algorithm, async_op, timeout)
-
-    def scatter(
-        self,
-        x: Tensors | None,
-        src: int = 0,
-        *,
-        out: torch.Tensor | None = None,
-        async_op: bool = False,
-        timeout: float | None = None,
-    ) -> Any:
-        """This rank's part of rank `src`'s `x`, split evenly on dim 0 or listed. Other ranks pass None and `out`."""
-        return self._movement.scatter(x, src, out, async_op, timeout)
-
-    def reduce_scatter(
-        self,
-        x: Tensors,
-        op: str = "sum",
-        *,
-        out: torch.Tensor | None = None,
-        algorithm: str | Plan = "auto",
-        async_op: bool = False,
-        timeout: float | None = None,
-    ) -> Any:
-        """This rank's part (dim 0 split evenly, or one of a list) of the reduction of all ranks' `x`."""
-        return self._movement.reduce_scatter(x, op, out, algorithm, async_op, timeout)
-
-    def alltoall(
-        self, x: Tensors, *, out: Tensors | None = None, algorithm: str | Plan = "auto",
-        async_op: bool = False, timeout: float | None = None,
-    ) -> Any:  # fmt: skip
-        """Part r of the result (dim 0 split evenly) is part `rank` of rank r's `x`.
-
-        `x` and `out` may both be lists of one tensor per rank, of any shapes: what rank r sends fills ``out[r]``.
-        """
-        return self._movement.alltoall(x, out, algorithm, async_op, timeout)
-
-    def alltoallv(
-        self,
-        x: torch.Tensor,
-        send_splits: Sequence[int],
-        recv_splits: Sequence[int] | None = None,
-        *,
-        out: torch.Tensor | None = None,
-        async_op: bool = False,
-        timeout: float | None = None,
-    ) -> Any:
-        """`alltoall` with `send_splits[r]` rows for rank r. `recv_splits`, if given, must be what the peers send."""
-        return self._movement.alltoallv(x, send_splits, recv_splits, out, async_op, timeout)
-
-    def send(
-        self, x: torch.Tensor, dst: int, tag: int = 0, *, async_op: bool = False, timeout: float | None = None
-    ) -> Work | None:
-        """Sends `x` to rank `dst`. The k-th send of a pair meets the k-th recv; size, dtype and tag must agree."""
-        return self._point_to_point.transfer("send", x, dst, tag, async_op, timeout)
-
-    def recv(
-        self, out: torch.Tensor, src: int, tag: int = 0, *, async_op: bool = False, timeout: float | None = None
-    ) -> Any:
-        """Receives from rank `src` into `out` and returns it."""
-        return self._point_to_point.transfer("recv", out, src, tag, async_op, timeout)
-
-    def recv_any(self, out: torch.Tensor, tag: int = 0, *, async_op: bool = False, timeout: float | None = None) -> Any:
-        """`recv` of the first such message that comes, of whichever rank: returns `out` and that rank. On CPUs only."""
-        return self._point_to_point.receive_any(out, tag, async_op, timeout)
 
     # ---- expert parallelism
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from epcomm.errors import EpcommError, UnsupportedError
 from epcomm.heap import ucx
-from epcomm.heap.agreement import Exchange, agreed, first_taken, require_same
+from epcomm.heap.choice import Exchange, agreed, first_taken, require_same
 from epcomm.hub import Hub
 from epcomm.proxy import NoProxy, Proxy, connect_tcp
 from epcomm.tcp import interface_of

@@ -5,17 +5,21 @@ from __future__ import annotations
 import contextvars
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from epcomm import bootstrap, rendezvous
+from epcomm.agreement import Terms, agree
 from epcomm.communicator import Communicator
 from epcomm.errors import ClosedError, ConfigError, UnsupportedError
 from epcomm.host_transport import TRANSPORTS
 from epcomm.kernels.cpu.target import CpuTarget
 from epcomm.kernels.target import Target, make_target
 from epcomm.runtime import LONGEST_TIMEOUT
+
+if TYPE_CHECKING:
+    from epcomm.topology import Topology
 
 _process_default: Communicator | None = None
 _thread_default: contextvars.ContextVar[Communicator | None] = contextvars.ContextVar("epcomm_default", default=None)
@@ -31,6 +35,7 @@ def init(
     transport: str = "auto",
     num_threads: int | None = None,
     sm_budget: int | None = None,
+    topology: Topology | None = None,
     timeout: float = 600.0,
 ) -> Communicator:
     """Collective: makes a communicator and, if there is none yet, the default one.
@@ -51,6 +56,9 @@ def init(
         sm_budget: on CUDA what `num_threads` is on a cpu: how many of the GPU's multiprocessors an operation may keep
             busy; default: see `kernels.gpu.cuda.default_sm_budget`. 0, which all ranks must agree on, moves data with
             the GPUs' copy engines; a kernel of one program is left for the barriers, and for what computes.
+        topology: the machine that the ranks are on, the same on all ranks: one of `epcomm.topology.PRESETS`, or read by
+            `from_nccl_xml`. Its ranks are ours in this order; those of one machine of it are on one host. By it "auto"
+            chooses how to allreduce. None: what is known of this one, see `Communicator.topology`.
         timeout: seconds that an operation may wait for its peers.
 
     Raises ConfigError for a wrong argument, UnsupportedError if `device` or, on all ranks and with the reasons, no
@@ -62,12 +70,13 @@ def init(
     for name, number, least in (("num_threads", num_threads, 1), ("sm_budget", sm_budget, 0)):
         if number is not None and number < least:
             raise ConfigError(f"init: argument `{name}`: wanted at least {least}, got {number}")
+    machine = "none" if topology is None else _named(topology)
     hub = bootstrap.connect(rendezvous.find_rendezvous(group, store, rank, world_size), timeout)
     try:
         wanted = num_threads if target.runs_on_threads else sm_budget
         wanted = wanted or target.default_num_programs(hub.size)
-        num_programs = bootstrap.agree_on_programs(hub, wanted, target.kind, timeout)
-        communicator = Communicator(hub, target, num_programs, timeout)
+        num_programs = agree(hub, Terms(wanted, target.kind, machine), timeout)
+        communicator = Communicator(hub, target, num_programs, timeout, topology)
     except BaseException:
         hub.close()  # peers that wait for this rank see it go
         raise
@@ -114,6 +123,15 @@ def _target(device: torch.device, transport: str, sm_budget: int | None) -> Targ
     target = chosen()
     _check_transport(transport, (target.transport,))
     return target
+
+
+def _named(topology: Topology) -> str:
+    """A topology's name, and what tells it from others."""
+    from epcomm.topology import Topology
+
+    if not isinstance(topology, Topology):
+        raise ConfigError(f"init: argument `topology`: wanted an epcomm.topology.Topology, got {topology!r}")
+    return f"{topology.name} ({topology.num_ranks} ranks, {topology.fingerprint})"
 
 
 def _check_transport(transport: str, offered: Sequence[str]) -> None:

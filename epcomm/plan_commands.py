@@ -12,6 +12,7 @@ from epcomm.collectives.plan import COLLECTIVES, FIFO_DEPTH, Plan
 from epcomm.collectives.plan.json_format import from_json, to_json
 from epcomm.collectives.plan.msccl import from_msccl, to_msccl
 from epcomm.errors import ConfigError
+from epcomm.kernels.protocol.lines import PROTOCOLS, SIMPLE
 
 app = typer.Typer(help="Collectives as plans: steps by rank, with a proof that they are right.", no_args_is_help=True)
 console = Console()
@@ -29,6 +30,7 @@ def make(
     pieces: int = typer.Option(1, help="parts that follow one another"),
     ranks_per_node: int | None = typer.Option(None, help="for hierarchical and two_level"),
     fifo_depth: int = typer.Option(FIFO_DEPTH, help="messages between two ranks on a channel"),
+    protocol: str = typer.Option(SIMPLE, help=" | ".join(PROTOCOLS)),
     out: Path | None = _OUT,
 ) -> None:
     """Makes a plan by an algorithm."""
@@ -37,8 +39,9 @@ def make(
             raise ConfigError(f"algorithm: wanted one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
         options = {} if ranks_per_node is None else {"ranks_per_node": ranks_per_node}
         plan = ALGORITHMS[algorithm].plan(
-            collective, ranks, root=root, channels=channels, pieces=pieces, fifo_depth=fifo_depth, **options
-        )
+            collective, ranks, root=root, channels=channels, pieces=pieces, fifo_depth=fifo_depth, protocol=protocol,
+            **options,
+        )  # fmt: skip
         _deliver(plan, out)
     except (OSError, ConfigError) as error:
         raise typer.BadParameter(str(error)) from None

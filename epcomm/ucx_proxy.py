@@ -24,7 +24,7 @@ from epcomm.device.cpu import network
 from epcomm.device.cpu import ucx_engine as layout
 from epcomm.errors import EpcommError, PeerLostError, TimeoutError
 from epcomm.heap import ucx
-from epcomm.heap.agreement import Exchange, agreed
+from epcomm.heap.choice import Exchange, agreed
 from epcomm.heap.outboxes import Outboxes
 
 T = TypeVar("T")

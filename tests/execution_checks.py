@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import torch
 from collective_cases import FORMS, addend, payload, reduced, same_bits
 
 import epcomm
+from epcomm.collectives import planned
 from epcomm.collectives.algorithms import ALGORITHMS
 from epcomm.collectives.plan import Plan
 from epcomm.collectives.plan.conditions import REDUCTIONS
+from epcomm.collectives.plan.lower import lower
 from epcomm.errors import ConfigError
+from epcomm.kernels.protocol import plans as table
 
 CALLS = 3  # of each plan, each on new data
 
 
 @functools.cache
-def plans_of(num_ranks: int, root: int, channels: int) -> tuple[Plan, ...]:
+def plans_of(num_ranks: int, root: int, channels: int, protocol: str) -> tuple[Plan, ...]:
     """A plan by every algorithm for every collective that it does among so many ranks."""
     found = []
     for algorithm in ALGORITHMS.values():
         for kind in algorithm.forms:
             try:
-                found.append(algorithm.plan(kind, num_ranks, root=root, channels=channels))
+                found.append(algorithm.plan(kind, num_ranks, root=root, channels=channels, protocol=protocol))
             except ConfigError as error:
                 assert "power of two" in str(error)
     return tuple(found)
@@ -70,7 +75,8 @@ def check_plan(comm: epcomm.Communicator, plan: Plan | str, kind: str, num_items
         else:
             inputs = [payload(other, shape, dtype, call) for other in range(size)]
         wanted, own = _wanted(kind, inputs, rank, root, op), inputs[rank]
-        label = f"rank {rank} of {size}: {kind} by {plan if isinstance(plan, str) else plan.name}, {dtype} {shape} {op}"
+        name = plan if isinstance(plan, str) else f"{plan.name}, {plan.protocol}"
+        label = f"rank {rank} of {size}: {kind} by {name}, {dtype} {shape} {op}"
         if out_of_place:
             x = _in_form(call, own)
             got = _run(comm, plan, kind, x, None, op, root)
@@ -95,9 +101,21 @@ def _placed(kind: str, own: torch.Tensor, rank: int, size: int) -> tuple[torch.T
     return x, x[rank * num_items : (rank + 1) * num_items] if kind == "reduce_scatter" else x
 
 
-def check_plans(comm: epcomm.Communicator, root: int, channels: int, cases: list[tuple[int, torch.dtype]]) -> None:
+def check_plans(comm: epcomm.Communicator, root: int, channels: int, cases: list[tuple[int, torch.dtype]],
+                protocol: str = "simple") -> None:  # fmt: skip
     """Every algorithm's plans on blocks of every (number of items, dtype)."""
-    for plan in plans_of(comm.size, root, channels):
+    for plan in plans_of(comm.size, root, channels, protocol):
         for num_items, dtype in cases:
             kind, in_place = plan.collective.kind, plan.in_place
             check_plan(comm, plan, kind, num_items, dtype, "sum", root, in_place, plan.out_of_place)
+
+
+def take_part_in_silence(comm: epcomm.Communicator, plan: Plan) -> None:
+    """Enters the operation and does nothing of the plan."""
+    def lower_to_nothing(*args: Any) -> np.ndarray:
+        made = lower(*args)
+        made[table.NUM_TILES] = 0
+        return made
+
+    with mock.patch.object(planned, "lower", lower_to_nothing):
+        comm.allreduce(torch.ones(5000), algorithm=plan)

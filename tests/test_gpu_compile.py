@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -25,12 +26,13 @@ import epcomm.aot
 import epcomm.kernels.gpu
 from epcomm.cli import app
 from epcomm.device.gpu import ptx
-from epcomm.device.gpu.aot import CompiledArm, compile_arm
+from epcomm.device.gpu.aot import CompiledArm, compile_arm, compile_kernel
 from epcomm.device.gpu.compile import Kernel, kernel, one
 from epcomm.device.gpu.machine import device
 from epcomm.device.gpu.memory import load32, load64, set_word
 from epcomm.errors import ConfigError, UnsupportedError
 from epcomm.kernels.gpu.arms import arms
+from epcomm.kernels.protocol.lines import IN_LINES, LL128
 
 NO_PAYLOAD = {"barrier", "route"}  # they move words only
 FEW, ALL = arms(), arms(everything=True)
@@ -84,6 +86,25 @@ def test_arm(arch: str, name: str, compiling: dict[tuple[str, str], Future]) -> 
 def test_arm_is_not_for_an_older_arch(arch: str, name: str) -> None:
     with pytest.raises(UnsupportedError, match=f"is not for {arch}: multimem instructions need sm_90"):
         compile_arm(FEW[name], arch)
+
+
+@pytest.mark.parametrize("way", IN_LINES)
+@pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90"])
+def test_messages_in_lines_move_by_strong_accesses_of_16_bytes(arch: str, way: str) -> None:
+    """A pair of words by one instruction, which no compiler may leave out; a line of "ll128" by one of a warp."""
+    arm = ALL[f"execute_plan DTYPE=uint8 FINISHES=False PROTOCOL={way}"]
+    compiled = compile_kernel(arm, arch)
+    found = ptx.accesses(compiled.asm["ptx"])
+    pairs = [access for access in found if ".relaxed.sys." in access.instruction]
+    assert {access.instruction for access in pairs} == {
+        "ld.relaxed.sys.global.v2.b64", "st.relaxed.sys.global.v2.b64",
+    }  # fmt: skip
+    assert {access.num_bytes for access in pairs} == {16}
+    # a warp's threads have consecutive pairs at once, and so whole lines
+    layouts = dict(re.findall(r"^(#blocked\d*) = (.*)$", compiled.asm["ttgir"], re.MULTILINE))
+    moved = [line for line in compiled.asm["ttgir"].splitlines() if ".relaxed.sys.global.v2.b64" in line]
+    for layout in set(re.findall(r"#blocked\d*", "".join(moved))) if way == LL128 else ():
+        assert "sizePerThread = [1], threadsPerWarp = [32]" in layouts[layout]
 
 
 def test_every_kernel_has_an_arm() -> None:

@@ -11,7 +11,7 @@ from collective_cases import FORMS, addend, reduced, same_bits
 from failure_cases import Raised, raised_by
 
 import epcomm
-from epcomm.collectives.selection import check_algorithm, chosen_algorithm
+from epcomm.collectives.selection import check_algorithm, chosen_kernel
 from epcomm.errors import ConfigError, PeerFailedError, UnsupportedError
 from epcomm.testing.interpreter import kernels_of
 from epcomm.testing.ranks import rank_outcomes, run_ranks
@@ -176,4 +176,4 @@ def test_refused_reductions(dtype: torch.dtype, op: str) -> None:
 
 @pytest.mark.parametrize("num_bytes, wanted", [(0, "one_shot"), (ONE_SHOT, "one_shot"), (ONE_SHOT + 4, "two_shot")])
 def test_automatic_keeps_the_order_of_additions(num_bytes: int, wanted: str) -> None:
-    assert chosen_algorithm("auto", num_bytes, spans_hosts=False) == wanted
+    assert chosen_kernel("auto", num_bytes, spans_hosts=False) == wanted

@@ -25,14 +25,17 @@ from collective_checks import (
     check_traffic,
     traffic,
 )
+from execution_checks import check_plan
 from failure_cases import Raised
 from test_gpu_collectives import ALL_REDUCTIONS, exchange_messages, fail_and_recover
 from test_gpu_network import WORLDS, on_nodes, tell_late
 
 import epcomm
 from epcomm.collectives import selection
+from epcomm.collectives.algorithms import ALGORITHMS
 from epcomm.errors import MismatchError
 from epcomm.kernels.protocol import collectives as protocol
+from epcomm.kernels.protocol import plans as plan_protocol
 
 CHUNK = 2048
 ONE_HOP = CHUNK // 2  # bytes of a message that two nodes reduce in one hop; three nodes: half
@@ -129,6 +132,32 @@ def run_broadcasts(comm: epcomm.Communicator) -> None:
 @every_world
 def test_broadcasts(nodes: list[int]) -> None:
     on_nodes(nodes, in_small_chunks, run_broadcasts)
+
+
+def run_plans(comm: epcomm.Communicator) -> None:
+    """With messages of several tiles, and between plans something else that uses the slots."""
+    size = comm.size
+    for name, kind in (("ring", "allreduce"), ("bruck", "alltoall"), ("pat", "allgather")):
+        plan = ALGORITHMS[name].plan(kind, size, channels=2, fifo_depth=2)
+        check_plan(comm, plan, kind, 201, torch.float32, in_place=plan.in_place)
+        check(comm, kind, comm.allreduce(torch.arange(PIECES // 2)), torch.arange(PIECES // 2) * size)
+    check_plan(comm, "double_binary_tree", "broadcast", 33, torch.int64, root=size - 1)
+    check_plan(comm, "one_shot", "reduce", 0, torch.float32, "avg", root=1)
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [CHOSEN["1+2"], *(pytest.param(CHOSEN[name], marks=pytest.mark.slow) for name in ("interleaved", "1+1+1"))],
+    ids=CHOSEN,
+)
+def test_plans(nodes: list[int]) -> None:
+    on_nodes(nodes, in_small_slots, run_plans)
+
+
+def in_small_slots(comm: epcomm.Communicator, body: Callable[..., Any]) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_protocol, "MAX_SLOT_BYTES", 1024)
+        return in_small_chunks(comm, body)
 
 
 def send_messages(comm: epcomm.Communicator) -> list[int]:

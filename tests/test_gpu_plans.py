@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from collective_cases import REDUCTIONS
-from execution_checks import check_plan, check_plans
+from execution_checks import check_plan, check_plans, take_part_in_silence
 from failure_cases import Raised, raised_by
 
 import epcomm
 from epcomm.collectives.algorithms import ALGORITHMS
 from epcomm.errors import MismatchError
+from epcomm.kernels.protocol import lines
 from epcomm.testing.interpreter import kernels_of
 from epcomm.testing.ranks import run_ranks
 
@@ -26,28 +28,88 @@ def on_ranks(kind: str, world: int, body: Callable[..., Any], *args: Any) -> Non
     run_ranks(run, world, timeout=200.0)
 
 
-def check_some(comm: epcomm.Communicator) -> None:
-    """Each kind of step, messages of several chunks, in place and out of place, more tiles than slots."""
+def check_some(comm: epcomm.Communicator, way: str) -> None:
+    """Each kind of step, messages of several chunks, in place and out of place, nothing, several pieces."""
     for name, kind in (("ring", "allreduce"), ("halving_doubling", "allreduce"), ("pat", "reduce_scatter"),
                        ("bruck", "allgather"), ("direct", "alltoall"), ("double_binary_tree", "broadcast"),
                        ("one_shot", "reduce")):  # fmt: skip
         in_place = name != "direct"
         if comm.size & (comm.size - 1) == 0 or name != "halving_doubling":
-            check_plan(comm, name, kind, 37, torch.float16, root=comm.size - 1, in_place=in_place)
-    check_plan(comm, "ring", "allreduce", 0, torch.float32)
-    shallow = ALGORITHMS["ring"].plan("allreduce", comm.size, fifo_depth=2)
+            plan = ALGORITHMS[name].plan(kind, comm.size, root=comm.size - 1, protocol=way)
+            check_plan(comm, plan, kind, 37, torch.float16, root=comm.size - 1, in_place=in_place)
+    ring = ALGORITHMS["ring"].plan("allreduce", comm.size, protocol=way)
+    for num_items in (0, 2 * lines.PIECE_BYTES - 1):
+        check_plan(comm, ring, "allreduce", num_items, torch.int8)
+
+
+WORLDS = [("triton", 2, lines.SIMPLE), ("mixed", 3, lines.SIMPLE), ("triton", 2, lines.LL128), ("mixed", 3, lines.LL)]
+MORE_WORLDS = [pytest.param("triton", 2, lines.LL, marks=pytest.mark.slow),
+               pytest.param("mixed", 3, lines.LL128, marks=pytest.mark.slow)]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind, world, way", [*WORLDS, *MORE_WORLDS])
+def test_some_algorithms(kind: str, world: int, way: str) -> None:
+    on_ranks(kind, world, check_some, way)
+
+
+def check_many_tiles(comm: epcomm.Communicator, way: str) -> None:
+    shallow = ALGORITHMS["ring"].plan("allreduce", comm.size, fifo_depth=2, protocol=way)
     check_plan(comm, shallow, "allreduce", 700_001, torch.int8, in_place=False)
 
 
+@pytest.mark.parametrize("way", [lines.SIMPLE, *(pytest.param(way, marks=pytest.mark.slow) for way in lines.IN_LINES)])
 @pytest.mark.parametrize("kind, world", [("triton", 2), ("mixed", 3)])
-def test_some_algorithms(kind: str, world: int) -> None:
-    on_ranks(kind, world, check_some)
+def test_more_tiles_than_slots(kind: str, world: int, way: str) -> None:
+    on_ranks(kind, world, check_many_tiles, way)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, world", [("triton", 2), ("triton", 4), ("mixed", 3), ("mixed", 5)])
-def test_every_algorithm(kind: str, world: int) -> None:
-    on_ranks(kind, world, check_plans, world - 1, 2, [(1, torch.int64), (37, torch.float16)])
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind, world, way", [
+    *((kind, world, lines.SIMPLE) for kind, world in (("triton", 2), ("triton", 4), ("mixed", 3), ("mixed", 5))),
+    *((kind, world, way) for kind, world in (("triton", 2), ("mixed", 3)) for way in lines.IN_LINES),
+])  # fmt: skip
+def test_every_algorithm(kind: str, world: int, way: str) -> None:
+    on_ranks(kind, world, check_plans, world - 1, 2, [(1, torch.int64), (37, torch.float16)], way)
+
+
+def check_flags(comm: epcomm.Communicator) -> None:
+    """Flags of earlier messages are not found again: after a reset, and when their numbers have run out."""
+    plans = comm._reductions._plans
+    for way in lines.IN_LINES:
+        ring = ALGORITHMS["ring"].plan("allreduce", comm.size, protocol=way)
+        check_plan(comm, ring, "allreduce", 5003, torch.int32)
+        comm.barrier()
+        plans._counts.refresh()
+        counts = plans._counts.array.view(np.int64)[plans._first_flag_count :].reshape(len(lines.PROTOCOLS), -1)
+        counts[lines.PROTOCOLS.index(way)] = lines.MAX_FLAG - 3
+        plans._counts.publish()
+        check_plan(comm, ring, "allreduce", 5003, torch.int32)
+        comm.barrier()
+        if comm.rank == 0:
+            comm.abort("enough")
+        raised_by(comm.barrier)
+        comm.reset()
+        check_plan(comm, ring, "allreduce", 5003, torch.int32)
+
+
+def test_flags_of_earlier_messages() -> None:
+    on_ranks("mixed", 2, check_flags)
+
+
+def test_a_message_that_does_not_come() -> None:
+    """Rank 0, of the CPU's kernel, enters the operation and does nothing of the plan."""
+    def body(way: str) -> Raised:
+        with kernels_of("mixed"), epcomm.init(timeout=1.5) as comm:
+            plan = ALGORITHMS["ring"].plan("allreduce", comm.size, protocol=way)
+            if comm.rank == 1:
+                return raised_by(comm.allreduce, torch.ones(5000), algorithm=plan)
+            take_part_in_silence(comm, plan)
+            return raised_by(comm.barrier, timeout=60.0)
+
+    for way in lines.IN_LINES:
+        raised = run_ranks(body, 2, way)[1]
+        assert "rank 0, to send the plan's next message" in raised.text, (way, raised)
 
 
 def check_arithmetic(comm: epcomm.Communicator, reductions: list[Any]) -> None:

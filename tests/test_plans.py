@@ -18,11 +18,13 @@ from epcomm.cli import app
 from epcomm.collectives.algorithms import ALGORITHMS
 from epcomm.collectives.plan import Collective, Location, Op, Plan, Program, Step
 from epcomm.collectives.plan.json_format import from_json, to_json
+from epcomm.collectives.plan.lower import prove
 from epcomm.collectives.plan.msccl import from_msccl, to_msccl
 from epcomm.collectives.plan.reference import execute
 from epcomm.collectives.plan.table import print_plan
 from epcomm.collectives.plan.verify import verify
 from epcomm.errors import ConfigError, PlanError
+from epcomm.kernels.protocol.lines import PROTOCOLS
 
 MSCCL_FILES = sorted((Path(__file__).parent / "data" / "msccl").glob("*.xml"))
 
@@ -52,6 +54,8 @@ def test_a_plan_has_programs_for_each_rank():
         Plan("test", Collective("allreduce", 1, 1), ((),), in_place=False, out_of_place=False)
     with pytest.raises(ConfigError, match="fifo_depth"):
         Plan("test", Collective("allreduce", 1, 1), ((),), fifo_depth=0)
+    with pytest.raises(ConfigError, match="protocol: wanted one of simple, ll, ll128, got 'LL'"):
+        Plan("test", Collective("allreduce", 1, 1), ((),), protocol="LL")
     wrong = (("sum", 2, 1), ("allreduce", 0, 1), ("allreduce", 2, 0), ("reduce", 2, 1, 2), ("reduce", True, 1))
     for arguments in wrong:
         with pytest.raises(ConfigError):
@@ -76,6 +80,18 @@ def test_round_trips(plan):
     assert verify(read) == verify(plan)
     assert_runs_right(read)
     assert from_msccl(to_msccl(read), root=plan.collective.root) == read
+
+
+@pytest.mark.parametrize("protocol, proto", [("simple", "Simple"), ("ll", "LL"), ("ll128", "LL128")])
+def test_protocols_are_kept(protocol, proto):
+    plan = ALGORITHMS["ring"].plan("allreduce", 3, protocol=protocol)
+    assert plan.protocol == protocol and (plan == ALGORITHMS["ring"].plan("allreduce", 3)) == (protocol == "simple")
+    assert from_json(to_json(plan)) == plan
+    document = to_msccl(plan)
+    assert f' proto="{proto}" ' in document and from_msccl(document).protocol == protocol
+    with pytest.raises(ConfigError, match="line 1: <algo>: proto: wanted one of Simple, LL, LL128, got 'll'"):
+        from_msccl(document.replace(f'proto="{proto}"', 'proto="ll"'))
+    assert len({prove(replace(plan, protocol=other)).fingerprint for other in PROTOCOLS}) == len(PROTOCOLS)
 
 
 LINES = """\
@@ -111,13 +127,15 @@ LINES = """\
         ('"num_ranks": 2', '"num_ranks": 2.5', 1, "`num_ranks`: wanted an integer"),
         ('"collective": "broadcast"', '"collective": "scatter"', 1, "wanted one of allreduce"),
         ('"in_place": true', '"in_place": 1', 1, "`in_place`: wanted true or false"),
+        ('"in_place": true', '"protocol": "LL", "in_place": true', 1, "protocol: wanted one of simple, ll, ll128"),
+        ('"in_place": true', '"protocol": 8, "in_place": true', 1, "`protocol`: wanted a text"),
         ('"format": "epcomm-plan/1"', '"format": "epcomm-plan/2"', 1, "`format`"),
         ('"ranks": [', '"ranks": [[],', 1, "wanted 2 ranks', got 3"),
         ('"ranks": [', '"ranks": [7,', 1, "wanted a list, got 7"),
     ],
 )
 def test_malformed_json(old, new, line, reason):
-    assert verify(from_json(LINES)).num_messages == 1
+    assert verify(from_json(LINES)).num_messages == 1 and from_json(LINES).protocol == "simple"
     assert old in LINES
     with pytest.raises(ConfigError, match=rf"mine, line {line}:") as caught:
         from_json(LINES.replace(old, new), "mine")
@@ -285,13 +303,14 @@ def test_commands(tmp_path):
     code, printed = command("make", "hierarchical", "reduce", "--ranks", 4, "--ranks-per-node", 2, "--root", 3)
     assert code == 0 and "proven at a FIFO depth of 8" in printed
     assert "hierarchical reduce: reduce of 4 ranks, 1 chunks, root 3" in printed
-    code, printed = command("make", "ring", "allreduce", "--ranks", 3, "--channels", 2, "--out", json_file)
+    options = ("--ranks", 3, "--channels", 2, "--protocol", "ll128")
+    code, printed = command("make", "ring", "allreduce", *options, "--out", json_file)
     assert code == 0 and "proven at a FIFO depth of 8; rounds 2 times" in printed
-    assert from_json(json_file.read_text()) == ALGORITHMS["ring"].plan("allreduce", 3, channels=2)
+    assert from_json(json_file.read_text()) == ALGORITHMS["ring"].plan("allreduce", 3, channels=2, protocol="ll128")
     assert command("show", json_file, "--out", xml_file)[0] == 0
     assert verify(from_msccl(xml_file.read_text())).roundings == 2
     code, printed = command("show", xml_file)
-    assert code == 0 and "recv_reduce_send from 2 to 1" in printed
+    assert code == 0 and "recv_reduce_send from 2 to 1" in printed and "protocol ll128" in printed
 
 
 def test_commands_say_what_is_wrong(tmp_path):

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from epcomm.collectives.algorithms import ALGORITHMS
-from epcomm.collectives.cost.schedules import ALLREDUCE, World
+from epcomm.collectives.cost.schedules import SCHEDULES
+from epcomm.collectives.cost.world import World
 from epcomm.collectives.language import Trace, chunk
-from epcomm.collectives.plan import Collective, Dependency, Location, Op, Plan, Program, Step
+from epcomm.collectives.plan import COLLECTIVES, Collective, Dependency, Location, Op, Plan, Program, Step
 from epcomm.errors import ConfigError, PlanError
-from epcomm.simulation.bounds import allreduce_bound
+from epcomm.simulation.bounds import crossing, cut_bound
 from epcomm.simulation.costs import Costs
 from epcomm.simulation.events import simulate
 from epcomm.simulation.network import Cluster, RoutedNetwork
@@ -152,49 +153,8 @@ def test_the_kind_of_link_has_a_least_latency():
     assert simulate(pairs_plan(1), 0, shared_wire(1), Costs(latency={"network": 0.1})).makespan == pytest.approx(ALPHA)
 
 
-WORLDS = [("full_mesh", 4), ("full_mesh", 8), ("dgx_h100", 8)]
-
-
 def network(preset: str, num_ranks: int) -> RoutedNetwork:
     return mesh(num_ranks) if preset == "full_mesh" else RoutedNetwork(PRESETS[preset](num_ranks // 8))
-
-
-@pytest.mark.parametrize("preset, num_ranks", WORLDS)
-@pytest.mark.parametrize("name", ["ring", "recursive_doubling", "double_binary_tree"])
-def test_rounds_are_what_events_are(name, preset, num_ranks):
-    net = network(preset, num_ranks)
-    schedule = Schedule(ALLREDUCE[name](World(num_ranks, num_ranks)), net)
-    for num_bytes in (8, 10**5, 10**7):
-        costs = Costs(launch=3.0, step=0.1, channel=5.0, latency={"nvlink": 1.0})
-        events = simulate(ALGORITHMS[name].plan("allreduce", num_ranks), num_bytes, net, costs)
-        assert schedule.times(num_bytes, costs).max() == pytest.approx(events.makespan, rel=1e-9)
-
-
-@pytest.mark.parametrize(
-    "name, num_ranks",
-    [
-        (name, num_ranks) for name in ALLREDUCE for num_ranks in (3, 6, 8)
-        if name != "hierarchical" and (name, num_ranks) not in (("swing", 3), ("swing", 6))
-    ],
-)  # fmt: skip
-def test_rounds_are_close_to_events(name, num_ranks):
-    # A program's steps overlap where rounds do not: its sums with its next sends, two trees with each other.
-    schedule = Schedule(ALLREDUCE[name](World(num_ranks, num_ranks)), mesh(num_ranks))
-    plan = ALGORITHMS[name].plan("allreduce", num_ranks)
-    for num_bytes, channel in ((8, 5.0), (10**6, 5.0), (10**6, math.inf)):
-        costs = Costs(launch=3.0, step=0.1, channel=channel, latency={"nvlink": 1.0})
-        events = simulate(plan, num_bytes, mesh(num_ranks), costs).makespan
-        assert 0.6 < schedule.times(num_bytes, costs).max() / events < 1.4
-
-
-def test_hierarchical_rounds_are_close_to_events():
-    machines = PRESETS["dgx_h100"](2)
-    schedule = Schedule(ALLREDUCE["hierarchical"](World(16, 8)), RoutedNetwork(machines))
-    plan = ALGORITHMS["hierarchical"].plan("allreduce", 16, ranks_per_node=8)
-    costs = Costs(launch=3.0, latency={"nvlink": 1.0, "network": 5.0})
-    for num_bytes in (8, 10**6, 10**8):
-        events = simulate(plan, num_bytes, RoutedNetwork(machines), costs).makespan
-        assert 0.6 < schedule.times(num_bytes, costs).max() / events < 1.4
 
 
 @pytest.mark.parametrize("name", ["ring", "recursive_doubling", "hierarchical", "halving_doubling"])
@@ -204,7 +164,7 @@ def test_a_cluster_is_its_topology_by_arithmetic(name):
     costs = Costs(launch=3.0, latency={"nvlink": 1.0, "network": 5.0})
     for num_bytes in (8, 10**7):
         found = [
-            Schedule(ALLREDUCE[name](World(16, 8)), net).times(num_bytes, costs)
+            Schedule(SCHEDULES[name]["allreduce"](World(16, 8)), net).times(num_bytes, costs)
             for net in (cluster, RoutedNetwork(machines))
         ]
         assert np.allclose(*found)
@@ -242,12 +202,12 @@ def test_a_hundred_thousand_ranks():
     world = World(num_ranks, 8)
     steps = math.floor(math.log2(num_ranks))  # among 65536, and two messages with those left over
     far = cluster.between[2]
-    doubling = Schedule(ALLREDUCE["recursive_doubling"](world), cluster).times(0).max()
+    doubling = Schedule(SCHEDULES["recursive_doubling"]["allreduce"](world), cluster).times(0).max()
     assert doubling == pytest.approx((steps - 3) * far + 3 * cluster.inside[2] + 2 * cluster.inside[2], rel=0.05)
-    ring = Schedule(ALLREDUCE["ring"](world), cluster).times(0).max()
+    ring = Schedule(SCHEDULES["ring"]["allreduce"](world), cluster).times(0).max()
     mean_hop = (7 * cluster.inside[2] + far) / 8
     assert ring == pytest.approx(2 * (num_ranks - 1) * mean_hop, rel=1e-4)
-    tree = Schedule(ALLREDUCE["double_binary_tree"](world), cluster).times(10**6).max()
+    tree = Schedule(SCHEDULES["double_binary_tree"]["allreduce"](world), cluster).times(10**6).max()
     assert doubling < tree < ring
 
 
@@ -273,7 +233,8 @@ def test_wide_sums_travel_in_twice_the_bytes():
     narrow, wide = (simulate(two_shot, 4000, mesh(4), Costs(), wide_sums=each).makespan for each in (False, True))
     assert wide == narrow  # only inputs and results travel
     for name in ("ring", "recursive_doubling", "double_binary_tree"):
-        schedule, plan = Schedule(ALLREDUCE[name](World(8, 8)), mesh(8)), ALGORITHMS[name].plan("allreduce", 8)
+        schedule = Schedule(SCHEDULES[name]["allreduce"](World(8, 8)), mesh(8))
+        plan = ALGORITHMS[name].plan("allreduce", 8)
         events = simulate(plan, 10**6, mesh(8), Costs(), wide_sums=True).makespan
         assert schedule.times(10**6, Costs(), wide_sums=True).max() == pytest.approx(events)
 
@@ -300,21 +261,45 @@ def test_the_trace_is_valid_and_its_flows_begin_and_end():
     assert lanes == {(event["pid"], event["tid"]) for event in slices}
 
 
-def test_no_plan_beats_the_bound():
+@pytest.mark.parametrize("kind", COLLECTIVES)
+def test_no_plan_beats_the_bound(kind):
     singly = [[rank] for rank in range(8)]
     nets = {
         "mesh": (mesh(8), 7 * RATE), "dgx": (RoutedNetwork(PRESETS["dgx_h100"](1)), 450.0),
-        "dgx1": (RoutedNetwork(PRESETS["dgx1_v100"](1)), 6 * 25.0 + 10.0),  # NVLinks, and PCIe as far as sockets let it
+        "dgx1": (RoutedNetwork(PRESETS["dgx1_v100"](1)), None),
     }  # fmt: skip
-    for net, outgoing in nets.values():
-        bound = allreduce_bound(net, 10**8, [singly])
-        assert bound == pytest.approx(2 * 7 / 8 * 10**8 / outgoing / 1e3)
-        for name in ("ring", "two_shot", "halving_doubling"):
-            assert simulate(ALGORITHMS[name].plan("allreduce", 8), 10**8, net).makespan > bound
-    two = RoutedNetwork(PRESETS["dgx_h100"](2))
-    nodes = allreduce_bound(two, 10**8, [[range(8), range(8, 16)]])
-    assert nodes == pytest.approx(10**8 / 400 / 1e3)  # each takes in all that the other adds up, by eight NICs
-    assert allreduce_bound(two, 10**8, [[[rank] for rank in range(16)], [range(8), range(8, 16)]]) > nodes
+    units = {"allreduce": 2 * 7 / 8, "broadcast": 1, "reduce": 1, "allgather": 7, "reduce_scatter": 7, "alltoall": 7}
+    for net, rate in nets.values():
+        bound = cut_bound(net, Collective(kind, 8, 1), 10**7, [singly])
+        assert rate is None or bound == pytest.approx(units[kind] * 10**7 / rate / 1e3)
+        for name, algorithm in ALGORITHMS.items():
+            if kind in algorithm.forms:
+                assert simulate(algorithm.plan(kind, 8, channels=2), 10**7, net).makespan > bound, name
+
+
+def test_bounds_between_nodes():
+    two, nodes = RoutedNetwork(PRESETS["dgx_h100"](2)), [range(8), range(8, 16)]
+    # what each node has to take in or to send by eight NICs, in units
+    units = {"allreduce": 1, "broadcast": 1, "reduce": 1, "allgather": 8, "reduce_scatter": 8, "alltoall": 64}
+    for kind, number in units.items():
+        bound = cut_bound(two, Collective(kind, 16, 1, 0), 10**8, [nodes])
+        assert bound == pytest.approx(number * 10**8 / 400 / 1e3)
+        assert cut_bound(two, Collective(kind, 16, 1), 10**8, [[[rank] for rank in range(16)], nodes]) >= bound
+    one_nic = RoutedNetwork(PRESETS["ndv2"](2))
+    for root in (0, 15):
+        bound = cut_bound(one_nic, Collective("reduce", 16, 1, root), 10**8, [nodes])
+        assert bound == pytest.approx(10**8 / 12.5 / 1e3)
+
+
+def test_what_crosses_between_groups():
+    groups = [[0, 1, 2], [3], [4, 5]]
+    found = crossing(Collective("allgather", 6, 1), groups)
+    assert (found.leaves.tolist(), found.enters.tolist(), found.total) == ([3, 1, 2], [3, 5, 4], 12)
+    found = crossing(Collective("reduce", 6, 1, 4), groups)
+    assert (found.leaves.tolist(), found.enters.tolist(), found.total) == ([1, 1, 0], [0, 0, 1], 2)
+    assert crossing(Collective("alltoall", 6, 1), groups).total == 3 * 3 + 1 * 5 + 2 * 4
+    assert crossing(Collective("allreduce", 6, 1), groups).total == 4
+    assert crossing(Collective("allreduce", 6, 1), [range(6)]).total == 0
 
 
 def test_what_cannot_be_simulated_is_refused():

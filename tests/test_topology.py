@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from itertools import permutations
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from epcomm.collectives.algorithms import ALGORITHMS
 from epcomm.errors import ConfigError, UnsupportedError
+from epcomm.simulation.network import RoutedNetwork
+from epcomm.simulation.rounds import Round, Schedule
 from epcomm.topology import PRESETS, Device, Link, Topology, crossings, from_nccl_xml, read_host, ring_order
 from epcomm.topology.host import parse_list
 
@@ -85,7 +89,7 @@ def test_routes():
     # no NVLink from 0 to 5, and GPUs don't forward: by way of the sockets
     around = topology.route(0, 5)
     assert around.devices == ("node0.gpu0", "node0.pci0", "node0.cpu0", "node0.cpu1", "node0.pci2", "node0.gpu5")
-    assert around.bandwidth == 10
+    assert around.bandwidth == 6
     cluster = PRESETS["dgx_h100"](2)
     same_rail, other_rail = cluster.route(1, 9), cluster.route(1, 10)
     assert "rail1" in same_rail.devices and "spine" not in same_rail.devices
@@ -116,8 +120,7 @@ def test_machines(name):
     assert sum(device.kind == "nic" for device in topology.devices) == num_nics
     assert topology.num_ranks == (72 if name == "gb200_nvl72" else 8) and len(topology.nodes) == 1
     if num_nics == topology.num_ranks:
-        pairs = 2 if name == "dgx_a100" else 1  # GPUs and NICs below one PCIe switch
-        assert all(topology.rail(rank) == rank // pairs * pairs for rank in range(topology.num_ranks))
+        assert [topology.rail(rank) for rank in range(topology.num_ranks)] == list(range(topology.num_ranks))
     if name != "gb200_nvl72":
         cluster = PRESETS[name](3)
         assert [len(node) for node in cluster.nodes] == [8] * 3
@@ -127,14 +130,54 @@ def test_machines(name):
         assert cluster.bandwidth(0, 8) > 0
 
 
+# GB/s that a node's NICs carry, and how many of its ranks share one
+NETWORKS = {
+    "dgx1_v100": (4 * 12.5, 2), "ndv2": (12.5, 8), "dgx_a100": (8 * 25, 1), "dgx_h100": (8 * 50, 1),
+    "dgx_h200": (8 * 50, 1), "mi300x": (8 * 50, 1), "gb200_nvl72": (72 * 50, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name, num_nodes", [*((name, 2) for name in NETWORKS), *((name, 4) for name in NETWORKS if name != "gb200_nvl72")]
+)
+def test_half_of_the_nodes_to_the_other_half(name, num_nodes):
+    """The bisection: each rank sends to its counterpart, or to the one beside it, all at once."""
+    bandwidth, sharing = NETWORKS[name]
+    cluster = PRESETS[name](num_nodes)
+    size, half = len(cluster.nodes[0]), cluster.num_ranks // 2
+    links = [link for link in cluster.links if link.kind == "network" and cluster.device(link.a).node == 0]
+    assert sum(link.total for link in links) == bandwidth
+    assert Counter(cluster.nic(rank) for rank in range(size)) == {link.a: sharing for link in links}
+    assert [cluster.rail(rank) for rank in range(size, 2 * size)] == [cluster.rail(rank) for rank in range(size)]
+    ranks = np.arange(half)
+    for shift in (0, 1):
+        counterparts = half + ranks // size * size + (ranks + shift) % size
+        route = cluster.route(0, int(counterparts[0]))
+        crosses_rails = cluster.rail(0) != cluster.rail(int(counterparts[0]))
+        assert ("spine" in route.devices) == crosses_rails
+        both_ways = [Round(np.concatenate([ranks, counterparts]), np.concatenate([counterparts, ranks]), 1.0)]
+        taken = Schedule(both_ways, RoutedNetwork(cluster)).times(10**7).max()
+        latency = max(cluster.route(a, b).latency for a, b in zip(ranks.tolist(), counterparts.tolist()))
+        assert size * 10**7 / (taken - latency) / 1e3 == pytest.approx(bandwidth)
+    assert crossings(ring_order(cluster), cluster.node_of) == num_nodes
+
+
+def test_nics_do_not_forward():
+    cluster = PRESETS["dgx_a100"](2)  # two NICs below each PCIe switch
+    route = cluster.route(1, 8)
+    assert [device for device in route.devices if "nic" in device] == ["node0.nic1", "node1.nic0"]
+    assert route.devices.count("spine") == 1 and route.latency == pytest.approx(2 * 1.3)
+
+
 def test_other_presets():
     assert hops(PRESETS["ring"](5, bandwidth=7.0), [0, 1, 2, 3, 4]) == [7.0] * 5
     assert PRESETS["ring"](5).bandwidth(0, 2) == 0
     assert [len(PRESETS["ring"](size).links) for size in (1, 2, 3)] == [0, 1, 3]
     assert len(PRESETS["full_mesh"](6).links) == 15
     host = PRESETS["two_socket_host"](3)
-    assert host.num_ranks == 6 and host.bandwidth(0, 1) == 204.8 and host.bandwidth(0, 3) == 40
-    assert sorted(hops(host, ring_order(host))) == [40] * 2 + [204.8] * 4
+    ddr5, upi = 8 * 4.8 * 8, 22  # eight channels, 8 bytes wide
+    assert host.num_ranks == 6 and host.bandwidth(0, 1) == pytest.approx(ddr5) and host.bandwidth(0, 3) == upi
+    assert sorted(hops(host, ring_order(host))) == pytest.approx([upi] * 2 + [ddr5] * 4)
     with pytest.raises(ConfigError, match="num_nodes: wanted an integer >= 1, got 0"):
         PRESETS["dgx_h100"](0)
 
@@ -299,6 +342,43 @@ def test_a_host_of_two_sockets(tmp_path):
     assert crossings(order, lambda rank: rank % 2) == 2
     with pytest.raises(UnsupportedError, match="doesn't describe cores"):
         read_host(tmp_path / "elsewhere")
+
+
+def test_as_many_ranks_of_a_host_as_wanted(tmp_path):
+    fake_host(tmp_path, [[0, 2, 4], [1, 3, 5]])
+    six = read_host(tmp_path)
+    assert read_host(tmp_path, num_ranks=6) == six
+    few = read_host(tmp_path, num_ranks=2)
+    assert few == six.first_ranks(2) and few.ranks == ("core0", "core1")
+    many = read_host(tmp_path, num_ranks=14)  # twice or three times as many as cores
+    assert len(set(many.ranks)) == 14 and many.ranks[:6] == six.ranks
+    for rank in range(6, 14):
+        shared = rank % 6
+        assert many.route(rank, shared).devices[1:-1] == (f"L1 of {shared}",)
+        assert all(
+            many.route(rank, other).devices[1:] == six.route(shared, other).devices[1:]
+            for other in range(6) if other != shared
+        )  # fmt: skip
+
+
+def test_parts_of_a_topology():
+    machine = PRESETS["dgx1_v100"]()
+    part = machine.first_ranks(3)
+    assert part.ranks == machine.ranks[:3] and part.name == machine.name
+    assert [device.name for device in part.devices if device.kind == "gpu"] == list(part.ranks)
+    assert part.bandwidth(0, 1) == machine.bandwidth(0, 1) and machine.first_ranks(8) == machine
+    for number in (0, 9):
+        with pytest.raises(ConfigError, match=f"wanted 1 to 8 ranks of it, got {number}"):
+            machine.first_ranks(number)
+
+
+def test_fingerprints_tell_topologies_apart():
+    ring = PRESETS["ring"](4)
+    mesh, slower = PRESETS["full_mesh"](4), PRESETS["ring"](4, 2.0)
+    others = [mesh, slower, PRESETS["ring"](5), ring.scaled(3.0), ring.first_ranks(3)]
+    assert ring.fingerprint == PRESETS["ring"](4).fingerprint
+    assert len({topology.fingerprint for topology in (ring, *others)}) == 1 + len(others)
+    assert (ring.scaled(3.0).bandwidth(0, 1), ring.scaled(3.0).unit) == (3.0, "GB/s")
 
 
 def test_lists_of_numbers():

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
 from epcomm.collectives.copy_engine import CopyMove
-from epcomm.collectives.selection import chosen_algorithm, is_scattered_by_rails, num_shares
+from epcomm.collectives.selection import is_scattered_by_rails, num_shares, priced_machine
 from epcomm.device.control import GENERATION_SHIFT
 from epcomm.heap.private import PrivateMemory
 from epcomm.kernels.protocol import collectives as protocol
@@ -21,6 +21,9 @@ from epcomm.kernels.target import Kernel, Target
 from epcomm.operation import Operation, ParameterBlock
 from epcomm.runtime import Runtime
 
+if TYPE_CHECKING:
+    from epcomm.topology import Topology
+
 Bound = TypeVar("Bound")
 _MAX_BOUND = 512  # shapes that vary without end must not grow memory without end
 
@@ -28,7 +31,9 @@ _MAX_BOUND = 512  # shapes that vary without end must not grow memory without en
 class Binder:
     """The state block of a communicator's collectives, and its bound operations by request."""
 
-    def __init__(self, runtime: Runtime, regions: CollectiveRegions, num_channels: int):
+    def __init__(
+        self, runtime: Runtime, regions: CollectiveRegions, num_channels: int, topology: Topology | None = None
+    ):
         self.runtime, self.num_channels, self.regions = runtime, num_channels, regions
         self._memory = runtime.target.private(8 * (protocol.CHUNKS + 2 * num_channels))
         self._sources = runtime.target.private(8 * num_channels * runtime.size)  # only kernels use it
@@ -38,6 +43,7 @@ class Binder:
         self._nodes = private_words(runtime.target, node_table(runtime.nodes))
         self.num_nodes = max(runtime.nodes) + 1
         self.spans_hosts = self.num_nodes > 1
+        self.machine = priced_machine(topology, runtime.target, runtime.nodes, self.has_multicast)
         self._state[protocol.NODES] = self._nodes.address
         self._state[protocol.PUSHED_WORDS : protocol.PARTIAL_SLOTS + 1] = (
             regions.pushed,
@@ -96,11 +102,10 @@ class Binder:
         """A barrier in which all ranks must pass the same text."""
         return self.operation(self.runtime.target.barrier(), self.block(), text)
 
-    def reduce(self, text: str, num_bytes: int, dtype: torch.dtype, op: str, algorithm: str, root: int) -> Operation:
+    def reduce(self, text: str, num_bytes: int, dtype: torch.dtype, op: str, kernel: str, root: int) -> Operation:
         """Allreduce, or with `root` >= 0 a reduce to that rank."""
-        chosen = chosen_algorithm(algorithm, num_bytes, self.spans_hosts)
         kept = num_bytes if root in (-1, self.runtime.rank) else 0
-        return self._reduction(text, num_bytes, dtype, op, chosen, root, 0, kept)
+        return self._reduction(text, num_bytes, dtype, op, kernel, root, 0, kept)
 
     def reduce_scatter(
         self, text: str, offsets: list[int], each: int, dtype: torch.dtype, op: str

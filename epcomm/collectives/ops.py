@@ -14,7 +14,7 @@ import torch
 from epcomm.collectives.calls import Calls, rejecting
 from epcomm.collectives.checks import check_op, check_out, check_rank, check_tensor, is_plain
 from epcomm.collectives.plan import Plan
-from epcomm.collectives.selection import ALGORITHMS, check_algorithm
+from epcomm.collectives.selection import check_algorithm, chosen_kernel, chosen_on, is_kernel
 from epcomm.device.cpu.memory import STREAMING_BYTES
 from epcomm.errors import ConfigError
 from epcomm.operation import Operation
@@ -27,14 +27,31 @@ class Reductions(Calls):
         operation = self._binder.cached("barrier", lambda: self._binder.barrier("barrier()"))
         return self._call(operation, (), None, None, async_op, timeout)
 
-    def _bind_reduce(self, name: str, x: torch.Tensor, op: str, algorithm: str, root: int) -> Operation:
-        where = self._where(name)
+    def _bind_reduce(
+        self, name: str, x: torch.Tensor, op: str, algorithm: str, root: int = -1, is_auto: bool = True
+    ) -> Operation:
+        """A reduction by a kernel: that of the algorithm, which `is_auto` if nobody asked for it."""
+        where, binder = self._where(name), self._binder
         check_op(where, x.dtype, op)
-        binder = self._binder
         check_algorithm(where, algorithm, x.nbytes, x.dtype, op, binder.has_multicast, binder.spans_hosts)
+        kernel = chosen_kernel(algorithm, x.nbytes, binder.spans_hosts)
+        by = f"auto ({kernel})" if is_auto else algorithm
         to = "" if root < 0 else f", root={root}"
-        text = f"{name}(x={x.dtype} {tuple(x.shape)}, op={op}, algorithm={algorithm}{to})"
-        return binder.reduce(text, x.nbytes, x.dtype, op, algorithm, root)
+        text = f"{name}(x={x.dtype} {tuple(x.shape)}, op={op}, algorithm={by}{to})"
+        return binder.reduce(text, x.nbytes, x.dtype, op, kernel, root)
+
+    def _chosen(self, where: str, x: torch.Tensor, op: str, algorithm: str | Plan) -> str | Plan:
+        """What "auto" means for an allreduce: by prices, where there are some, a kernel's name or a plan."""
+        binder, machine = self._binder, self._binder.machine
+        if algorithm != "auto" or machine is None or binder.spans_hosts or x.nbytes == 0:
+            return algorithm
+
+        def choose() -> str | Plan:
+            check_op(where, x.dtype, op)
+            has_ll128 = self.runtime.target.moves_whole_lines(self.runtime.collectives)
+            return chosen_on(machine, x.nbytes, x.dtype, op, binder.num_channels, has_ll128)
+
+        return binder.cached(("auto", x.nbytes, x.dtype, op), choose)
 
     @rejecting
     def allreduce(self, x: torch.Tensor, op: str, out: torch.Tensor | None, algorithm: str | Plan, async_op: bool,
@@ -45,10 +62,11 @@ class Reductions(Calls):
             check_op(self._where("allreduce"), x.dtype, op)
         operation = self._binder.bound.get((x.shape, x.dtype, op, algorithm))
         if operation is None:
-            if algorithm not in ALGORITHMS:
+            chosen = self._chosen(self._where("allreduce"), x, op, algorithm)
+            if not is_kernel(chosen):
                 result = check_out(self._where("allreduce"), out, x.shape, x)
-                return self._run_plan("allreduce", x, result, algorithm, async_op, timeout, op)
-            operation = self._bind_reduce("allreduce", x, op, algorithm, -1)
+                return self._run_plan("allreduce", x, result, chosen, async_op, timeout, op)
+            operation = self._bind_reduce("allreduce", x, op, chosen, is_auto=algorithm == "auto")
             self._binder.remember((x.shape, x.dtype, op, algorithm), operation)
         result = torch.empty_like(x) if out is None else check_out(self._where("allreduce"), out, x.shape, x)
         num_bytes = x.nbytes
@@ -66,10 +84,11 @@ class Reductions(Calls):
         result = check_out(where, x if out is None else out, x.shape, x)
         num_bytes = x.nbytes
         values: tuple[int, ...] = (x.data_ptr(), result.data_ptr(), num_bytes, num_bytes > STREAMING_BYTES)
-        if algorithm in ALGORITHMS:
-            operation = self._bind_reduce("allreduce", x, op, algorithm, -1)
+        chosen = self._chosen(where, x, op, algorithm)
+        if is_kernel(chosen):
+            operation = self._bind_reduce("allreduce", x, op, chosen, is_auto=algorithm == "auto")
         else:
-            operation, values = self._plans.request(where, "allreduce", algorithm, x, result, op)
+            operation, values = self._plans.request(where, "allreduce", chosen, x, result, op)
         launch, fifo, runtime = self.runtime.bind(operation, *values), self._fifo, self.runtime
 
         def call(keep: Any = (x, result)) -> torch.Tensor:
@@ -80,6 +99,14 @@ class Reductions(Calls):
             return result
 
         return call
+
+    def describe_allreduce(self, x: torch.Tensor, op: str, algorithm: str | Plan) -> str:
+        where = self._where("describe_allreduce")
+        x = check_tensor(where, "x", x, self._device)
+        chosen = self._chosen(where, x, op, algorithm)
+        if is_kernel(chosen):
+            return self._bind_reduce("allreduce", x, op, chosen, is_auto=algorithm == "auto").text
+        return self._plans.request(where, "allreduce", chosen, x, None, op)[0].text
 
     @rejecting
     def reduce(self, x: torch.Tensor, dst: int, op: str, out: torch.Tensor | None, algorithm: str | Plan,

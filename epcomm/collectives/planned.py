@@ -13,13 +13,15 @@ from epcomm.collectives.bind import Binder, private_words
 from epcomm.collectives.checks import check_op
 from epcomm.collectives.plan import Plan
 from epcomm.collectives.plan.conditions import REDUCTIONS, ROOTED
-from epcomm.collectives.plan.lower import Fifos, lower, prove, scratch_bytes
+from epcomm.collectives.plan.fifos import FifoMemory
+from epcomm.collectives.plan.lower import lower, prove, scratch_bytes
 from epcomm.collectives.selection import ALGORITHMS as KERNELS
 from epcomm.device.control import GENERATION_SHIFT, LINE
 from epcomm.device.cpu.memory import STREAMING_BYTES
 from epcomm.errors import ConfigError, PlanError, UnsupportedError
 from epcomm.kernels.protocol import collectives as protocol
 from epcomm.kernels.protocol.arithmetic import has_finish
+from epcomm.kernels.protocol.lines import LL, LL128, MAX_FLAG, PIECE_BYTES, PROTOCOLS, SIMPLE
 from epcomm.kernels.protocol.plans import MAX_CHANNELS
 from epcomm.operation import Operation
 
@@ -27,6 +29,15 @@ _MOST_CHANNELS = 8  # of plans made here; more would leave their FIFOs little me
 #: Bytes per rank from which they have two pieces, so that one is computed while another is awaited. On 2 busy cores
 #: rings of 2 and 4 ranks were 1 to 20 % faster so with 1 and 16 MiB; four or eight pieces were no better on the whole.
 _TWO_PIECES_BYTES = 128 << 10
+
+
+def named_plan(name: str, kind: str, size: int, root: int, unit_bytes: int, num_channels: int) -> Plan:
+    """What a communicator of `size` ranks with so many channels makes of an algorithm's name.
+
+    `unit_bytes`: of the collective's unit. ConfigError if the algorithm can't do that.
+    """
+    pieces = 2 if unit_bytes // size >= _TWO_PIECES_BYTES else 1
+    return _made_plan(name, kind, size, root, min(num_channels, _MOST_CHANNELS), pieces)
 
 
 @functools.lru_cache(maxsize=256)
@@ -65,16 +76,31 @@ class PlanBinder:
     def __init__(self, binder: Binder):
         self._binder, self._runtime, regions = binder, binder.runtime, binder.regions
         target, size = self._runtime.target, self._runtime.size
-        self._fifos = Fifos(size, regions.plan_words, regions.fifos, regions.fifo_bytes)
-        self._num_workers = target.plan_workers(binder.num_channels)
-        self._counts = target.private(8 * 2 * MAX_CHANNELS * size)
-        self._done = target.private(LINE * self._num_workers)
+        self._num_workers = workers = target.plan_workers(binder.num_channels)
+        self._first_flag_count = 2 * MAX_CHANNELS * size
+        self._memory = FifoMemory(
+            tuple(self._runtime.nodes),
+            regions.plan_words,
+            slots={SIMPLE: regions.fifos, LL: regions.ll, LL128: regions.ll128},
+            num_bytes={SIMPLE: regions.fifo_bytes, LL: regions.lines_bytes, LL128: regions.lines_bytes},
+            departures=regions.departures,
+            departure_bytes=regions.departures_bytes,
+            flag_counts={way: self._first_flag_count + at * workers for at, way in enumerate(PROTOCOLS)},
+        )
+        self._counts = target.private(8 * (self._first_flag_count + len(PROTOCOLS) * workers))
+        self._done = target.private(LINE * workers)
+        self._stages = target.private(PIECE_BYTES * workers)
         self.start_generation(self._runtime.generation)
         self._runtime.on_reset(self)
 
     def start_generation(self, generation: int) -> None:
-        """FIFOs count from above all that earlier generations counted; no step is done."""
-        self._counts.array.view(np.int64)[:] = generation << GENERATION_SHIFT
+        """FIFOs count from above all that earlier generations counted; no step is done; no flags are left.
+
+        In a first generation no flag was used, and memory is zero.
+        """
+        counts = self._counts.array.view(np.int64)
+        counts[: self._first_flag_count] = generation << GENERATION_SHIFT
+        counts[self._first_flag_count :] = 0 if generation == 1 else MAX_FLAG
         self._counts.publish()
         self._done.refresh()
         self._done.array[:] = 0
@@ -102,26 +128,29 @@ class PlanBinder:
         if kind in REDUCTIONS:
             check_op(where, x.dtype, op)
         runtime = self._runtime
-        if self._binder.spans_hosts:
-            raise UnsupportedError(f"{where}: plans need ranks that share memory, and these are on several hosts")
         unit_bytes = x.nbytes // (runtime.size if kind in ("reduce_scatter", "alltoall") else 1)
         plan = self._plan(where, kind, algorithm, root, unit_bytes)
         try:
             proven = prove(plan)
-            table = lower(proven, runtime.rank, self._num_workers, unit_bytes, self._fifos, has_finish(op))
+            table = lower(proven, runtime.rank, self._num_workers, unit_bytes, self._memory, has_finish(op))
         except (PlanError, ConfigError) as error:
             raise ConfigError(f"{where}: argument `algorithm`: {error}") from error
+        if plan.protocol == LL128 and not runtime.target.moves_whole_lines(runtime.collectives):
+            wanted = "wanted ranks on one GPU, or on GPUs that NVLink's switch joins; ll and simple work on any"
+            raise UnsupportedError(f"{where}: argument `algorithm`: plan {plan.name}: protocol ll128: {wanted}")
         args = self._binder.block()
         words = private_words(runtime.target, table)
         scratch = torch.empty(scratch_bytes(plan, unit_bytes), dtype=torch.uint8, device=runtime.target.device)
         args.words[protocol.TABLE] = words.address
         args.words[protocol.COUNTS], args.words[protocol.DONE] = self._counts.address, self._done.address
-        args.words[protocol.SCRATCH] = scratch.data_ptr()
-        kernel = runtime.target.execute_plan(args.words, (x.dtype, op) if op else None)
+        args.words[protocol.SCRATCH], args.words[protocol.STAGES] = scratch.data_ptr(), self._stages.address
+        kernel = runtime.target.execute_plan(args.words, (x.dtype, op) if op else None, plan.protocol)
         more = f", op={op}" if op else ""
         more += f", root={root}" if kind in ROOTED else ""
-        text = f"{kind}(x={x.dtype} {tuple(x.shape)}{more}, algorithm=plan {plan.name} {proven.fingerprint})"
-        operation = self._binder.operation(kernel, args, text, (self._counts, self._done, words, scratch, plan))
+        more += f", algorithm=plan {plan.name} {proven.fingerprint}, {plan.protocol}"
+        text = f"{kind}(x={x.dtype} {tuple(x.shape)}{more})"
+        keep = (self._counts, self._done, self._stages, words, scratch, plan)
+        operation = self._binder.operation(kernel, args, text, keep)
         input_at, output_at = plan.collective.overlay(runtime.rank)  # in chunks, of which a block is whole
         first_output = (output_at - input_at) // plan.collective.num_chunks * unit_bytes
         return PlannedCollective(operation, plan, first_output)
@@ -134,10 +163,8 @@ class PlanBinder:
                 known += [name for name, made in ALGORITHMS.items() if kind in made.forms and name not in known]
                 wanted = f"wanted a plan or one of {', '.join(known)}"
                 raise ConfigError(f"{where}: argument `algorithm`: {wanted}, got {algorithm!r}")
-            channels = min(self._binder.num_channels, _MOST_CHANNELS)
-            pieces = 2 if unit_bytes // size >= _TWO_PIECES_BYTES else 1
             try:
-                return _made_plan(algorithm, kind, size, root, channels, pieces)
+                return named_plan(algorithm, kind, size, root, unit_bytes, self._binder.num_channels)
             except ConfigError as error:
                 raise ConfigError(f"{where}: argument `algorithm`: {error}") from None
         collective = algorithm.collective

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeGuard
+
 import torch
 
+from epcomm.collectives.cost.kernels import measured_kernel
+from epcomm.collectives.plan import Plan
 from epcomm.errors import ConfigError, UnsupportedError
 from epcomm.kernels.protocol.arithmetic import SWITCH_DTYPES, SWITCH_OPS
 from epcomm.kernels.protocol.collectives import ONE_SHOT_BYTES
+from epcomm.kernels.protocol.lines import LL128
+from epcomm.kernels.target import Target
+
+if TYPE_CHECKING:
+    from epcomm.collectives.cost.machines import Machine
+    from epcomm.topology import Topology
 
 ALGORITHMS = ("auto", "one_shot", "two_shot", "multimem")
+
+
+def is_kernel(algorithm: str | Plan) -> TypeGuard[str]:
+    """Whether a kernel written by hand does it; else it is a plan, or the algorithm that makes one."""
+    return algorithm in ALGORITHMS
 
 
 def check_algorithm(
@@ -35,8 +51,8 @@ def check_algorithm(
             )
 
 
-def chosen_algorithm(algorithm: str, num_bytes: int, spans_hosts: bool) -> str:
-    """What `auto` means, the same on all ranks; anything else means itself.
+def chosen_kernel(algorithm: str, num_bytes: int, spans_hosts: bool) -> str:
+    """What `auto` means where nothing has a price, the same on all ranks; anything else means itself.
 
     Never multimem, whose additions are in the switch's order: what `auto` gives has the same bits from run to run.
     """
@@ -44,9 +60,31 @@ def chosen_algorithm(algorithm: str, num_bytes: int, spans_hosts: bool) -> str:
         return "rails"
     if num_bytes == 0:
         return "one_shot"  # no chunk, no wait: in the others ranks would not even meet
-    if algorithm != "auto":
-        return algorithm
-    return "one_shot" if num_bytes <= ONE_SHOT_BYTES else "two_shot"
+    return measured_kernel(num_bytes) if algorithm == "auto" else algorithm
+
+
+def priced_machine(
+    topology: Topology | None, target: Target, nodes: Sequence[int], has_multicast: bool
+) -> Machine | None:
+    """The machine on which `auto` goes by prices: the one that users told us of, else what is known of GPUs."""
+    if topology is None and (max(nodes) > 0 or target.device.type != "cuda"):
+        return None
+    from epcomm.collectives.cost.machines import Machine  # others need nothing of it
+    from epcomm.topology import known_gpus
+
+    return Machine.of(topology or known_gpus(target.kind, len(nodes), has_multicast))
+
+
+def chosen_on(
+    machine: Machine, num_bytes: int, dtype: torch.dtype, op: str, num_programs: int, has_ll128: bool
+) -> str | Plan:
+    """What `auto` means for an allreduce on a machine: a kernel's name, or a plan."""
+    from epcomm.collectives.cost.choice import EXECUTED, Request, choose  # here machines have loaded most of it
+
+    name = str(dtype).removeprefix("torch.")
+    protocols = tuple(each for each in EXECUTED if has_ll128 or each != LL128)
+    chosen = choose(Request(num_bytes, machine, name, op=op, num_programs=num_programs, protocols=protocols))
+    return chosen.algorithm if chosen.is_kernel else chosen.plan
 
 
 def num_shares(num_bytes: int, num_nodes: int, partial_scale: int) -> int:

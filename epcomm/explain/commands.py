@@ -1,4 +1,4 @@
-"""`epcomm explain allreduce`."""
+"""`epcomm explain COLLECTIVE`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from epcomm.collectives.cost.choice import DTYPES, Request
+from epcomm.collectives.cost.choice import CHANNELS, DTYPES, Request
 from epcomm.collectives.cost.machines import MOST_BUILT, find_machine
-from epcomm.collectives.cost.protocols import PROTOCOLS
-from epcomm.collectives.cost.schedules import ALLREDUCE
+from epcomm.collectives.cost.protocols import KERNEL, PROTOCOLS
+from epcomm.collectives.cost.schedules import SCHEDULES
+from epcomm.collectives.plan import COLLECTIVES
 from epcomm.errors import EpcommError
 from epcomm.explain.drawings import check_path, draw_placement, draw_schedule
 from epcomm.explain.explanation import MOST_SIMULATED, Explanation, explain
@@ -19,40 +20,38 @@ from epcomm.explain.tables import print_explanation
 from epcomm.simulation.perfetto import trace_document
 from epcomm.topology import PRESETS
 
-app = typer.Typer(
-    help="Which plan a collective gets on a machine, why, and what it would cost. Runs nothing.", no_args_is_help=True
-)
 console = Console()
 
-_TOPOLOGY = typer.Option("dgx_h100", help=f"{' | '.join(PRESETS)}, or a file: a topology dump of NCCL's or RCCL's")
+_MACHINES = " | ".join(("host, which is this machine", *PRESETS))
+_TOPOLOGY = typer.Option("dgx_h100", help=f"{_MACHINES}, or a file: a topology dump of NCCL's or RCCL's")
 _TRACE = typer.Option(None, help="write the simulation to this JSON file, for Perfetto")
 _DRAW = typer.Option(None, help="draw the schedule in space and time to this file, SVG, PNG or PDF")
 _DRAW_RING = typer.Option(None, help="draw the ring's order on the machine to this file, SVG, PNG or PDF")
 
 
-@app.callback()
-def _group() -> None:
-    """Keeps `allreduce` a name of its own."""
-
-
-@app.command("allreduce")
-def allreduce_command(
+def explain_command(
+    collective: str = typer.Argument(help=" | ".join(COLLECTIVES)),
     ranks: int = typer.Option(8, help="one per GPU, or per core"),
-    num_bytes: int = typer.Option(1 << 20, "--bytes", help="bytes per rank"),
+    num_bytes: int = typer.Option(
+        1 << 20, "--bytes", help="of the tensor; of a rank's block in allgather, reduce_scatter, alltoall"
+    ),
+    root: int = typer.Option(0, help="of a broadcast or reduce"),
     topology: str = _TOPOLOGY,
     dtype: str = typer.Option("float32", help=" | ".join(DTYPES)),
-    algorithm: str = typer.Option("auto", help=f"auto | {' | '.join(ALLREDUCE)}"),
-    protocol: str = typer.Option("auto", help=f"auto | {' | '.join(PROTOCOLS)}"),
+    algorithm: str = typer.Option("auto", help=f"auto | {' | '.join(SCHEDULES)}"),
+    protocol: str = typer.Option("auto", help=f"auto | {KERNEL} | {' | '.join(PROTOCOLS)}"),
+    programs: int = typer.Option(CHANNELS[-1], help="of a rank, for operations: a plan's channels at most"),
     trace: Path | None = _TRACE,
     draw: Path | None = _DRAW,
     draw_ring: Path | None = _DRAW_RING,
 ) -> None:
-    """State transition, algorithm, mapping and fit of an allreduce, with the price of each candidate."""
+    """Which plan a collective gets on a machine, why, what it would cost, and what else to ask for. Runs nothing."""
     try:
         for name, path in (("draw", draw), ("draw-ring", draw_ring)):
             if path is not None:
                 check_path(name, path)
-        request = Request(num_bytes, find_machine(topology, ranks), dtype)
+        machine = find_machine(topology, ranks)
+        request = Request(num_bytes, machine, dtype, collective, root, num_programs=programs)
         explanation = explain(request, algorithm, protocol)
         print_explanation(console, explanation)
         _write(explanation, trace, draw, draw_ring)

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from epcomm.collectives.cost.choice import Candidate, Request, allowed, candidates
-from epcomm.simulation.bounds import allreduce_bound
+from epcomm.collectives.cost.choice import Candidate, Request, candidates, cheapest, choose
+from epcomm.errors import ConfigError
+from epcomm.explain.alternatives import Alternative, priced
+from epcomm.simulation.bounds import crossing, cut_bound
 from epcomm.simulation.timeline import Timeline
 
 #: Larger plans are not made: their simulation takes minutes.
@@ -17,7 +19,9 @@ _MOST_BOUNDED = 1024
 
 @dataclass(frozen=True)
 class Explanation:
-    """`chosen` is what `auto` picks of `candidates`, cheapest first, or the cheapest of the algorithm asked for."""
+    """`candidates`, cheapest first, and what is `chosen`: what `auto` is, or of the algorithm or protocol asked for the
+    cheapest, if one runs of those that do.
+    """
 
     request: Request
     candidates: Sequence[Candidate]
@@ -25,8 +29,11 @@ class Explanation:
 
     @cached_property
     def timeline(self) -> Timeline | None:
-        """The chosen plan's simulation; None where there are too many ranks to make a plan."""
-        return self.chosen.simulated() if self.request.num_ranks <= MOST_SIMULATED else None
+        """The chosen plan's simulation, of a kernel that of its algorithm's plan; None without a price, and where there
+        are too many ranks to make a plan.
+        """
+        is_simulated = self.request.num_ranks <= MOST_SIMULATED and self.chosen.has_price
+        return self.chosen.simulated() if is_simulated else None
 
     @property
     def microseconds(self) -> float:
@@ -35,12 +42,32 @@ class Explanation:
 
     @cached_property
     def bound(self) -> float | None:
-        """µs below which no allreduce on this machine is; None where there are too many ranks to look at all pairs."""
-        if self.request.num_ranks > _MOST_BOUNDED:
+        """µs below which no plan on this machine is; None where there are too many ranks to look at all pairs, or pairs
+        that no links join.
+        """
+        request, machine = self.request, self.request.machine
+        if request.num_ranks > _MOST_BOUNDED:
             return None
-        machine = self.request.machine
-        singly = [[rank] for rank in range(self.request.num_ranks)]
-        return allreduce_bound(machine.pricing_network, self.request.num_bytes, (singly, machine.nodes))
+        groupings = (self._singly, machine.nodes)
+        try:
+            return cut_bound(machine.pricing_network, request.collective, request.num_bytes, groupings)
+        except ConfigError:  # a bound is about ways between all ranks
+            return None
+
+    @cached_property
+    def bytes_sent(self) -> float:
+        """Bytes that have to leave a rank, on average, if ranks alone add and copy."""
+        request = self.request
+        return crossing(request.collective, self._singly).total * request.num_bytes / request.num_ranks
+
+    @property
+    def _singly(self) -> list[list[int]]:
+        return [[rank] for rank in range(self.request.num_ranks)]
+
+    @cached_property
+    def alternatives(self) -> list[tuple[Alternative, float]]:
+        """What may be enough instead, and its price in µs."""
+        return list(priced(self.request))
 
     @cached_property
     def shares(self) -> dict[str, float]:
@@ -54,5 +81,7 @@ def explain(request: Request, algorithm: str = "auto", protocol: str = "auto") -
     """ConfigError if the algorithm or protocol isn't known, or can't do the request."""
     protocols = None if protocol == "auto" else (protocol,)
     found = candidates(request, protocols=protocols)
+    if algorithm == protocol == "auto":
+        return Explanation(request, found, choose(request))
     asked = found if algorithm == "auto" else candidates(request, algorithms=(algorithm,), protocols=protocols)
-    return Explanation(request, found, next(allowed(request, asked)))
+    return Explanation(request, found, cheapest(request, asked))

@@ -11,17 +11,36 @@ from epcomm.collectives.cost.choice import Candidate
 from epcomm.explain.explanation import MOST_SIMULATED, Explanation
 from epcomm.rich_tables import aligned_table, counted, size_text
 
+#: what is there before and after, of a request with its numbers filled in
+_MEANINGS = {
+    "allreduce": ("rank r has x_r, {size}, r = 0 .. {last}", "every rank has x_0 + ... + x_{last}, the same bits"),
+    "allgather": ("rank r has block b_r, {size}, r = 0 .. {last}", "every rank has b_0, ..., b_{last}, {whole}"),
+    "reduce_scatter": (
+        "rank r has x_r, {ranks} blocks of {size}, r = 0 .. {last}", "rank r has block r of x_0 + ... + x_{last}",
+    ),
+    "broadcast": ("rank {root} has x, {size}", "every rank has x"),
+    "reduce": ("rank r has x_r, {size}, r = 0 .. {last}", "rank {root} has x_0 + ... + x_{last}"),
+    "alltoall": (
+        "rank r has a block for each rank, {ranks} of {size}, r = 0 .. {last}",
+        "rank r has what each rank had for it, by rank",
+    ),
+}  # fmt: skip
+
 #: what an algorithm does, in a line
 _IDEAS = {
-    "ring": "every chunk goes around a ring of ranks twice, once to be summed, once to be copied",
+    "ring": "every chunk goes from neighbour to neighbour around a ring of ranks: once around to sum, once to copy",
+    "bidirectional_ring": "two rings that turn in opposite directions, each for half of the data",
     "double_binary_tree": "two trees, each for half of the data: sums go up, results down",
     "recursive_doubling": "log2(ranks) exchanges of everything, each with a rank twice as far away",
-    "halving_doubling": "log2(ranks) exchanges of ever less to sum, then of ever more to copy",
-    "one_shot": "everybody sends all to everybody, and sums alone",
-    "two_shot": "everybody sums one block of all, then hands it out",
-    "hierarchical": "sums in each node, rings between nodes along the rails, copies in each node",
+    "halving_doubling": "log2(ranks) exchanges: of ever less to sum, of ever more to copy",
+    "bruck": "log2(ranks) steps to ranks at distances 1, 2, 4, ...; what has farther to go travels along",
+    "one_shot": "one step: everybody sends each what it needs, and who gets inputs sums alone",
+    "two_shot": "two steps: everybody has one block of all to sum or pass on, then hands it out",
+    "hierarchical": "all pairs in each node, rings between nodes along the rails",
     "pat": "a tree per block, shifted from block to block, far ranks first",
     "swing": "halving and doubling with partners that swing from side to side of a ring",
+    "direct": "everybody sends to everybody, in an order in which no two send to one at a time",
+    "two_level": "in each node to who has the receiver's number, then all of a node's blocks along the rails",
 }
 
 
@@ -35,42 +54,64 @@ def print_explanation(console: Console, explanation: Explanation) -> None:
 
 def _print_transition(console: Console, explanation: Explanation) -> None:
     request = explanation.request
-    size, ranks = size_text(request.num_bytes), request.num_ranks
-    sent = 2 * (ranks - 1) / ranks * request.num_bytes / 1e6
-    console.print("[bold]1. State transition[/]")
+    numbers = {
+        "size": f"{size_text(request.num_bytes)} of {request.dtype}", "ranks": request.num_ranks,
+        "last": request.num_ranks - 1, "whole": size_text(request.num_bytes * request.num_ranks), "root": request.root,
+    }  # fmt: skip
+    before, after = (text.format(**numbers) for text in _MEANINGS[request.kind])
+    who = "add and copy" if request.collective.is_reduction else "copy"
+    console.print(f"[bold]1. State transition[/]: {request.kind}", highlight=False)
     console.print(
-        f"   before: rank r has x_r, {size} of {request.dtype}, r = 0 .. {ranks - 1}\n"
-        f"   after:  every rank has x_0 + ... + x_{ranks - 1}, the same bits\n"
-        f"   {sent:.3f} MB have to leave each rank on average, if ranks add",
+        f"   before: {before}\n   after:  {after}\n"
+        f"   {explanation.bytes_sent / 1e6:.3f} MB have to leave each rank on average, if ranks {who}",
         highlight=False,
     )
 
 
 def _print_algorithm(console: Console, explanation: Explanation) -> None:
-    chosen, request = explanation.chosen, explanation.request
+    chosen = explanation.chosen
     console.print(f"\n[bold]2. Algorithm: {chosen.algorithm}[/], {_IDEAS[chosen.algorithm]}", highlight=False)
     table = _table("price, µs", "", "algorithm", "protocol", "channels", "pieces", "µs", "against best", "rounds")
     best = explanation.candidates[0].microseconds
     for each in _shown(explanation):
         table.add_row(
             "->" if each == chosen else "", each.algorithm, each.protocol, str(each.channels), str(each.pieces),
-            f"{each.microseconds:.1f}", f"{each.microseconds / best:.2f}x", _roundings(each),
+            *_prices(each, best), _roundings(each),
         )  # fmt: skip
     console.print(table)
-    if request.is_half and request.num_ranks > 2:
-        console.print(
-            f"   {request.dtype}: auto takes only what rounds once; there partial sums are float32, also on their way, "
-            "and prices include their bytes.",
-            highlight=False,
-        )
+    for line in _rules(explanation):
+        console.print(f"   {line}", highlight=False)
+
+
+def _rules(explanation: Explanation) -> list[str]:
+    """By what is chosen besides prices."""
+    request, machine = explanation.request, explanation.request.machine
+    once = (
+        f"{request.dtype}: only what rounds once is chosen. Kernels do; plans would with float32 partial sums, also on "
+        "their way, which prices include; no executor has them yet."
+    )
+    rules = [once] if request.is_half and request.num_ranks > 2 else []
+    if request.kind != "allreduce":
+        return [*rules, f"{request.kind} takes plans only as algorithm=; its auto is a kernel written by hand."]
+    if len(machine.nodes) > 1:
+        return ["Ranks on several nodes: auto is the kernel that sums in each node, and then along the rails."]
+    if machine.is_of_cores:
+        return ["Ranks on cores: auto is the kernel that was measured to be the fastest for so many bytes."]
+    return [*rules, f"auto takes what can run: kernels, and plans by {', '.join(request.protocols)}."]
 
 
 def _shown(explanation: Explanation) -> list[Candidate]:
-    """Each algorithm's best candidate, by how wide its partial sums are, and the chosen one, in the order of prices."""
-    best: dict[tuple[str, bool], Candidate] = {}
+    """Each algorithm's kernel and best plan, by how wide its partial sums are, and the chosen one, by price."""
+    best: dict[tuple[str, bool, bool], Candidate] = {}
     for each in explanation.candidates:
-        best.setdefault((each.algorithm, each.wide_sums), each)
+        best.setdefault((each.algorithm, each.is_kernel, each.wide_sums), each)
     return sorted({*best.values(), explanation.chosen}, key=lambda each: each.microseconds)
+
+
+def _prices(candidate: Candidate, best: float) -> tuple[str, str]:
+    """In µs, and in prices of the best."""
+    price = candidate.microseconds
+    return (f"{price:.1f}", f"{price / best:.2f}x") if candidate.has_price else ("-", "-")
 
 
 def _roundings(candidate: Candidate) -> str:
@@ -114,33 +155,49 @@ def _print_fit(console: Console, explanation: Explanation) -> None:
         lines.append(f"simulated: {explanation.microseconds:.1f} µs; price: {explanation.chosen.microseconds:.1f} µs")
         parts = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
         lines.append(f"critical path: {parts}")
+    elif not explanation.chosen.has_price:
+        lines.append("no price: some ranks that talk to each other have no link, and take what way there is")
     else:
         lines.append(f"price: {explanation.microseconds:.1f} µs; more than {MOST_SIMULATED} ranks are not simulated")
-    if explanation.bound:  # one rank's is 0
+    if explanation.bound and explanation.chosen.has_price:  # one rank's is 0
         ratio = explanation.microseconds / explanation.bound
         lines.append(f"cut bound: {explanation.bound:.1f} µs, no matter the algorithm; this is {ratio:.2f} times that")
-    lines += _advice(explanation)
     console.print("\n".join(f"   {line}" for line in lines), highlight=False, markup=False)
+    _print_advice(console, explanation)
 
 
-def _advice(explanation: Explanation) -> list[str]:
-    """Whether an allreduce is the right thing to ask for, by where the time goes."""
+def _print_advice(console: Console, explanation: Explanation) -> None:
+    """Whether the collective is the right thing to ask for, by where the time goes and by what others would take."""
+    kind, lines = explanation.request.kind, []
     if explanation.request.num_ranks == 1:
-        return ["One rank: there is nothing to communicate."]
-    if explanation.bound is None:
-        return []
-    moving = explanation.bound / explanation.microseconds
-    if moving < 0.25:
-        return [
-            "Most of the time is fixed cost, not bytes: several small allreduces as one, or one in the kernel that "
-            "makes or uses the data, save more than another algorithm."
-        ]
-    advice = ["Bytes dominate: what helps is to send fewer. A rank that needs only its part of the sum is served by a "
-              "reduce_scatter, with half of the bytes."]  # fmt: skip
-    if moving < 0.6:
-        advice.append("There is room up to the bound: see the busiest links and the queues of the critical path.")
-    return advice
+        console.print("   One rank: there is nothing to communicate.")
+        return
+    if not explanation.chosen.has_price:
+        return
+    if explanation.bound is not None:
+        moving = explanation.bound / explanation.microseconds
+        if moving < 0.25:
+            lines.append(
+                f"Most of the time is fixed cost, not bytes: several small {kind}s as one, or one in the kernel that "
+                "makes or uses the data, save more than another algorithm."
+            )
+        else:
+            lines.append("Bytes dominate: what helps is to send fewer.")
+            if moving < 0.6:
+                lines.append("There is room up to the bound: see the busiest links and the critical path's queues.")
+    if kind == "alltoall":
+        lines.append(
+            "Rows for experts: dispatch sends what the routing needs, each row once per rank; equal blocks are as "
+            "large as the fullest. `epcomm model ep` prices it."
+        )
+    console.print("\n".join(f"   {line}" for line in lines), highlight=False, markup=False)
+    table = _table(f"is {kind} the right thing to ask for?", "if", "ask for", "µs", "against this")
+    price = explanation.chosen.microseconds
+    for alternative, microseconds in explanation.alternatives:
+        names = ", ".join(alternative.kinds)
+        table.add_row(alternative.when, names, f"{microseconds:.1f}", f"{microseconds / price:.2f}x")
+    console.print(table)
 
 
 def _table(title: str, *columns: str) -> Table:
-    return aligned_table(title, *columns, text=("", "algorithm", "protocol", "link"))
+    return aligned_table(title, *columns, text=("", "algorithm", "protocol", "link", "if", "ask for"))

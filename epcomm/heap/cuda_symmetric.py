@@ -44,12 +44,16 @@ class SymmetricCudaSegment:
 
 
 class SymmetricGroup:
-    """The ranks of a communicator, as torch's symmetric memory knows them. Collective to make."""
+    """The ranks of a communicator, as torch's symmetric memory knows them. Collective to make.
+
+    `is_one_gpu`: they share one.
+    """
 
     def __init__(self, rank: int, device: torch.device, exchange: Exchange):
         self._device = device
         own = os.getpid(), str(torch.cuda.get_device_properties(device).uuid)
         processes, gpus = zip(*map(pickle.loads, exchange(pickle.dumps(own))), strict=True)
+        self.is_one_gpu = len(set(gpus)) == 1
         self._is_usable = len(gpus) > 1 and len(set(processes)) == len(set(gpus)) == len(gpus)
         self._name = ""
         if self._is_usable:

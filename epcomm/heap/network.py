@@ -20,7 +20,7 @@ import torch
 
 from epcomm.device.control import LINE
 from epcomm.errors import UnsupportedError
-from epcomm.heap.agreement import Exchange, agreed, refusal
+from epcomm.heap.choice import Exchange, agreed, refusal
 from epcomm.heap.cuda import CudaMapping
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from epcomm.errors import UnsupportedError
-from epcomm.heap.agreement import Exchange, agreed, first_taken, require_same
+from epcomm.heap.choice import Exchange, agreed, first_taken, require_same
 from epcomm.heap.cuda import require_peer_access
 from epcomm.heap.nccl import NcclNetwork
 from epcomm.heap.network import Network

@@ -108,8 +108,11 @@ class Target(Protocol):
     def plan_workers(self, num_programs: int) -> int:
         """How many programs run a plan where `num_programs` run other operations: those must run side by side."""
 
-    def execute_plan(self, args: np.ndarray, reduction: tuple[torch.dtype, str] | None) -> Kernel:
-        """What runs plans, with a reduction or without."""
+    def moves_whole_lines(self, segment: Any) -> bool:
+        """True if messages of the protocol "ll128" are right in a segment, on all ranks: see `protocol.lines`."""
+
+    def execute_plan(self, args: np.ndarray, reduction: tuple[torch.dtype, str] | None, protocol: str) -> Kernel:
+        """What runs plans of a protocol, with a reduction or without."""
 
     def send(self) -> Kernel: ...
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from epcomm.collectives.plan import Collective
 from epcomm.errors import ConfigError
 from epcomm.simulation.costs import BYTES_PER_MICROSECOND
 from epcomm.simulation.network import NO_LINK, Network
@@ -14,31 +16,72 @@ from epcomm.simulation.network import NO_LINK, Network
 _MOST_PAIRS = 100_000
 
 
-def allreduce_bound(network: Network, num_bytes: float, groupings: Sequence[Sequence[Sequence[int]]]) -> float:
-    """µs below which no allreduce of `num_bytes` per rank is, whatever its latencies, if ranks alone add.
+@dataclass(frozen=True)
+class Crossing:
+    """Units of a collective that have to leave each of its groups, and enter it, float64 [groups]; and that leave one
+    in all, each as often as it has to.
+    """
 
-    Of k groups of ranks, each element has to be brought together from k groups and handed out to k: 2 (k - 1) times it
-    leaves a group (Patarasuk and Yuan, 2009). `groupings` are ways to divide all ranks: singly, by node. What a group
-    can send is what the narrowest of these sets of links can carry: of all ways that lead out of it the first, second
-    ... links, or each one's narrowest.
+    leaves: np.ndarray
+    enters: np.ndarray
+    total: float
+
+
+def crossing(collective: Collective, groups: Sequence[Sequence[int]]) -> Crossing:
+    """What has to cross between groups that divide all ranks, if ranks alone add and copy.
+
+    A block that a group needs enters it once; a sum that it contributes to leaves it once, added up. Of k groups an
+    allreduce brings each element together from all and hands it out to all: 2 (k - 1) times it leaves one (Patarasuk
+    and Yuan, 2009).
+    """
+    sizes = np.array([len(group) for group in groups], float)
+    is_root = np.array([collective.root in group for group in groups], float)
+    others, once = collective.num_ranks - sizes, np.ones(len(groups))
+    leaves, enters = {
+        "allreduce": (once, once),
+        "allgather": (sizes, others),
+        "reduce_scatter": (others, sizes),
+        "alltoall": (sizes * others, sizes * others),
+        "broadcast": (is_root, 1 - is_root),
+        "reduce": (1 - is_root, is_root),
+    }[collective.kind]
+    if len(groups) == 1:
+        return Crossing(np.zeros(1), np.zeros(1), 0.0)
+    total = 2.0 * (len(groups) - 1) if collective.kind == "allreduce" else max(leaves.sum(), enters.sum())
+    return Crossing(leaves, enters, float(total))
+
+
+def cut_bound(
+    network: Network, collective: Collective, num_bytes: float, groupings: Sequence[Sequence[Sequence[int]]]
+) -> float:
+    """µs below which no plan of the collective is, with `num_bytes` in its unit, whatever its latencies.
+
+    `groupings` are ways to divide all ranks: singly, by node. What a group can send, or take in, is what the narrowest
+    of these sets of links can carry: of all ways that lead out of it, or into it, the first, second ... links, or each
+    one's narrowest, or the one that most ways share for its width.
     """
     bound = 0.0
     for groups in groupings:
         if len(groups) > 1:
-            rate = sum(_outgoing(network, group) for group in groups) * BYTES_PER_MICROSECOND
-            bound = max(bound, 2 * (len(groups) - 1) * num_bytes / rate)
+            out, into = (np.array([_rate(network, group, way) for group in groups]) for way in (1, -1))
+            has_to = crossing(collective, groups)
+            shares = (has_to.leaves / out, has_to.enters / into, has_to.total / out.sum(), has_to.total / into.sum())
+            bound = max(bound, max(float(share.max()) for share in shares) * num_bytes / BYTES_PER_MICROSECOND)
     return bound
 
 
-def _outgoing(network: Network, group: Sequence[int]) -> float:
-    """GB/s that a group can send to all other ranks together."""
+def _rate(network: Network, group: Sequence[int], way: int) -> float:
+    """GB/s from a group to all other ranks together, or with `way` -1 from those to it."""
     inside = np.array(group)
     outside = np.setdiff1d(np.arange(network.num_ranks), inside)
     if len(inside) * len(outside) > _MOST_PAIRS:
         raise ConfigError(f"bound: {len(inside)} ranks and {len(outside)} others have too many pairs to look at")
-    paths = network.routes(np.repeat(inside, len(outside)), np.tile(outside, len(inside))).paths
+    src, dst = (np.repeat(inside, len(outside)), np.tile(outside, len(inside)))[::way]
+    paths = network.routes(src, dst).paths
     widths = np.where(paths != NO_LINK, network.bandwidth[paths], np.inf)
     last = (paths != NO_LINK).sum(axis=1) - 1
-    cuts = [widths.argmin(axis=1), *(np.minimum(last, hop) for hop in range(paths.shape[1]))]
+    num_ways = np.bincount(paths[paths != NO_LINK], minlength=len(network.bandwidth))
+    cuts = [widths.argmin(axis=1), (num_ways[paths] / widths).argmax(axis=1)]
+    cuts += [np.minimum(last, hop) for hop in range(paths.shape[1])]
     links = (np.unique(paths[np.arange(len(paths)), hops]) for hops in cuts)
     return min(float(network.bandwidth[cut].sum()) for cut in links)

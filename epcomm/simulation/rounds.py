@@ -2,7 +2,8 @@
 
 A round is a set of messages that are sent at once, those of one rank one after the other. Messages share the links that
 they have in common evenly. A rank goes on to the next round when it has sent its own and has got those for it; ranks
-that nothing holds back run ahead.
+that nothing holds back run ahead. Where a rank has several programs all this holds for each of them by itself, but for
+the links, which they share. Between rounds, ranks may copy what they have.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Round:
 
     Each carries `share` of the collective's unit, in `parts` steps of its sender. `forwards`: the step that receives
     one of them is the one that sends in the next round; else receiving is a step of its own. `is_sum`: they are partial
-    sums. `repeat`: so many such rounds follow one another.
+    sums. `lane`: which of its sender's programs sends each message, and which of its receiver's receives it, int64
+    [messages]; one program if None. `repeat`: so many such rounds follow one another.
     """
 
     src: np.ndarray
@@ -35,6 +37,7 @@ class Round:
     parts: int = 1
     forwards: bool = False
     is_sum: bool = False
+    lane: np.ndarray | None = None
     repeat: int = 1
 
     def num_bytes(self, unit: float, wide_sums: bool) -> float:
@@ -43,24 +46,48 @@ class Round:
 
 
 @dataclass(frozen=True)
-class _Work:
-    """What a round costs: µs per message until its last byte left, and its latency; per rank its sending, receiving."""
+class Copy:
+    """Each of `ranks`, int64, copies `share` of the collective's unit to a place of its own, in `parts` steps, and then
+    goes on with all its programs.
+    """
 
-    round: Round
+    ranks: np.ndarray
+    share: float
+    parts: int = 1
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a round costs: µs per message until its last byte left, and its latency; per program its sending, receiving.
+
+    `src`, `dst`: the programs of each message, numbered lane by lane.
+    """
+
+    src: np.ndarray
+    dst: np.ndarray
+    repeat: int
     transfer: np.ndarray
     latency: np.ndarray
-    sending: np.ndarray  # a rank's program, with fixed costs
+    sending: np.ndarray  # with fixed costs
     receiving: np.ndarray  # the same, without what the next round's sending includes
     last: np.ndarray  # what that is, should there be no next round
     link_time: np.ndarray
 
 
 class Schedule:
-    """Rounds on a network: the messages' ways are found once, for any number of bytes."""
+    """Rounds on a network: the messages' ways are found once, for any number of bytes.
 
-    def __init__(self, rounds: Sequence[Round], network: Network):
+    `one_program`: a rank's programs take turns, on a core that runs them all.
+    """
+
+    def __init__(self, rounds: Sequence[Round | Copy], network: Network, *, one_program: bool = False):
         self.rounds, self.network = rounds, network
-        self._routes = [network.routes(each.src, each.dst) for each in rounds]
+        self._routes = {
+            number: network.routes(each.src, each.dst)
+            for number, each in enumerate(rounds) if isinstance(each, Round)
+        }  # fmt: skip
+        lanes = [each.lane for each in rounds if isinstance(each, Round) and each.lane is not None]
+        self._num_lanes = 1 if one_program else 1 + max((int(lane.max()) for lane in lanes), default=0)
 
     def times(
         self,
@@ -71,7 +98,8 @@ class Schedule:
         pieces: int = 1,
         wide_sums: bool = False,
     ) -> np.ndarray:
-        """When each rank is done, µs, float64 [num_ranks], with `num_bytes` in the collective's unit.
+        """When each rank is done, µs, float64 [num_ranks], with `num_bytes` in the collective's unit; none before the
+        busiest link has carried all that goes through it.
 
         `channels` programs of a rank share each message. `pieces` follow one another: the first one goes through all
         rounds, each later one adds what the busiest rank or link does in all of them. Of a repeated round only so many
@@ -79,42 +107,64 @@ class Schedule:
         """
         if channels < 1 or pieces < 1:
             raise ConfigError(f"schedule: wanted channels and pieces >= 1, got {channels} and {pieces}")
-        costs, ranks = costs or Costs(), self.network.num_ranks
-        time, last = np.full(ranks, costs.launch), np.zeros(ranks)
-        busy_links, busy_ranks = np.zeros(len(self.network.bandwidth)), np.zeros(ranks)
+        costs, unit, ranks = costs or Costs(), num_bytes / pieces, self.network.num_ranks
+        time, last = np.full(self._num_lanes * ranks, costs.launch), np.zeros(self._num_lanes * ranks)
+        busy_links, busy = np.zeros(len(self.network.bandwidth)), np.zeros(self._num_lanes * ranks)
         for number, each in enumerate(self.rounds):
-            work = self._work(number, each.num_bytes(num_bytes / pieces, wide_sums), costs, channels)
+            if isinstance(each, Copy):
+                copying = np.zeros(ranks)
+                copying[each.ranks] = each.parts * costs.step + costs.moving(unit * each.share) / channels
+                time = np.tile(self._of_ranks(time + last) + copying, self._num_lanes)
+                busy, last = busy + np.tile(copying, self._num_lanes), np.zeros_like(last)
+                continue
+            work = self._work(number, each, each.num_bytes(unit, wide_sums), costs, channels)
             time = _repeated(time, work)
             busy_links += each.repeat * work.link_time
-            busy_ranks += each.repeat * (work.sending + work.receiving)
+            busy += each.repeat * (work.sending + work.receiving)
             last = work.last
-        return time + last + (pieces - 1) * max(busy_links.max(initial=0.0), busy_ranks.max(initial=0.0))
+        busiest_link = busy_links.max(initial=0.0)
+        more = (pieces - 1) * max(busiest_link, (busy + last).max())
+        return np.maximum(self._of_ranks(time + last), costs.launch + busiest_link) + more
 
-    def _work(self, number: int, num_bytes: float, costs: Costs, channels: int) -> _Work:
+    def _of_ranks(self, time: np.ndarray) -> np.ndarray:
+        """When all of each rank's programs are done."""
+        return time.reshape(self._num_lanes, -1).max(axis=0)
+
+    def _work(self, number: int, round: Round, num_bytes: float, costs: Costs, channels: int) -> _Work:
         """Of a round whose messages have so many bytes."""
-        round, routes = self.rounds[number], self._routes[number]
+        routes, ranks, size = self._routes[number], self.network.num_ranks, self._num_lanes * self.network.num_ranks
+        first = 0 if round.lane is None or self._num_lanes == 1 else round.lane * ranks
+        src, dst = first + round.src, first + round.dst
         rates = self.network.bandwidth * BYTES_PER_MICROSECOND * costs.efficiency
         used = routes.paths != NO_LINK
         link_time = np.bincount(routes.paths[used], minlength=len(rates)) * num_bytes / rates
         moving, overhead = costs.moving(num_bytes) / channels, costs.step * round.parts
-        alone = np.maximum(num_bytes / rates[routes.paths[:, 0]], moving) + overhead
-        sending = np.bincount(round.src, alone, minlength=self.network.num_ranks)
+        whole = num_bytes / rates[routes.paths[:, 0]]  # of all channels' parts, which queue at the first link of all
+        alone = np.maximum(whole / channels, moving) + overhead
+        sending = np.bincount(src, alone, minlength=size) + _most(src, whole + overhead - alone, size)
         shared = np.where(used, link_time[routes.paths], 0.0).max(axis=1) + overhead
-        transfer = np.maximum(shared, sending[round.src])
-        np.maximum.at(sending, round.src, transfer)
-        num_received = np.bincount(round.dst, minlength=self.network.num_ranks)
+        transfer = np.maximum(shared, sending[src])
+        sending = np.maximum(sending, _most(src, transfer, size))
+        num_received = np.bincount(dst, minlength=size)
         forwarded = np.minimum(num_received, 1) * round.forwards
         receiving, last = (count * (overhead + moving) for count in (num_received - forwarded, forwarded))
-        return _Work(round, transfer, routes.latencies(costs), sending, receiving, last, link_time)
+        return _Work(src, dst, round.repeat, transfer, routes.latencies(costs), sending, receiving, last, link_time)
+
+
+def _most(programs: np.ndarray, times: np.ndarray, size: int) -> np.ndarray:
+    """The longest time of each program, 0 of those without."""
+    longest = np.zeros(size)
+    np.maximum.at(longest, programs, times)
+    return longest
 
 
 def _repeated(time: np.ndarray, work: _Work) -> np.ndarray:
-    """The ranks' times after a round and its repetitions.
+    """The programs' times after a round and its repetitions.
 
-    Once all ranks have taken the same time since some repetition, they will again in as many more. The repetition to
+    Once all have taken the same time since some repetition, they will again in as many more. The repetition to
     compare with moves on in steps that double, as in Brent's search for cycles.
     """
-    left, since, anchor, window = work.round.repeat, 0, time, 1
+    left, since, anchor, window = work.repeat, 0, time, 1
     while left:
         time = _after(time, work)
         left, since = left - 1, since + 1
@@ -129,7 +179,7 @@ def _repeated(time: np.ndarray, work: _Work) -> np.ndarray:
 
 
 def _after(time: np.ndarray, work: _Work) -> np.ndarray:
-    sent = time[work.round.src] + work.transfer
+    sent = time[work.src] + work.transfer
     later = time + work.sending
-    np.maximum.at(later, work.round.dst, sent + work.latency)
+    np.maximum.at(later, work.dst, sent + work.latency)
     return later + work.receiving

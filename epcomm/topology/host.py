@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from epcomm.errors import UnsupportedError
@@ -10,8 +11,9 @@ from epcomm.topology.machine import Device, Link, Topology
 _LOCAL = 10  # ACPI's distance of a NUMA domain to itself
 
 
-def read_host(root: Path | str = "/sys/devices/system") -> Topology:
-    """A topology whose ranks are the cores that are online, one per physical core.
+def read_host(root: Path | str = "/sys/devices/system", num_ranks: int | None = None) -> Topology:
+    """A topology whose ranks are the cores that are online, one per physical core; or `num_ranks`, which share cores in
+    turn if there are more. On which core a rank runs is Linux's business: they are alike but for what they share.
 
     Linux doesn't say how fast memory is: bandwidths are relative, 1 inside of a NUMA domain, 10 / distance between two
     (ACPI's distance, which is 10 inside). A core hangs on its caches, level by level, and the last one on its domain.
@@ -44,7 +46,19 @@ def read_host(root: Path | str = "/sys/devices/system") -> Topology:
                 break  # what that hangs on is known
         else:
             links.append(Link(below, domain_of.get(core, "cpu0"), "cache", 1.0))
-    return Topology("host", tuple(devices.values()), tuple(links), tuple(ranks), unit="relative")
+    cores = list(ranks)
+    for rank in range(len(cores), num_ranks or 0):
+        ranks.append(_share(cores[rank % len(cores)], rank // len(cores), devices, links))
+    topology = Topology("host", tuple(devices.values()), tuple(links), tuple(ranks), unit="relative")
+    return topology if num_ranks is None else topology.first_ranks(num_ranks)
+
+
+def _share(core: str, turn: int, devices: dict[str, Device], links: list[Link]) -> str:
+    """Adds one more rank of a core: a device beside it, on the same cache."""
+    name = f"{core}, turn {turn}"
+    devices[name] = Device(name, "core")
+    links += [replace(link, a=name) for link in links if link.a == core]
+    return name
 
 
 def _numa_domains(root: Path, devices: dict[str, Device], links: list[Link]) -> dict[int, str]:

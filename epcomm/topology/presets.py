@@ -1,12 +1,4 @@
-"""Well-known machines, alone and several of them.
-
-Bandwidths are data sheets', in one direction: NVLink 2 and 3: 25 GB/s per link; 4: 25; 5: 50 (NVIDIA's data sheets of
-V100, A100, H100, GB200); Infinity Fabric of MI300X: 64 (AMD's data sheet: 128 in both directions); InfiniBand by its
-name's Gb/s; PCIe 3, 4, 5 x16: 16, 32, 64. Links between sockets are those of NCCL's model (src/graph/topo.h, 2026): 10
-GB/s for Skylake, 16 and 24 for Zen 2 and Zen 3/4, 40 for Emerald Rapids. Latencies: 0.7 µs of a NVLink, 0.35 per hop by
-a switch, 1.3 between NICs (topologies of Microsoft's TE-CCL, github.com/microsoft/TE-CCL); of others none is known
-here, and they are 0.
-"""
+"""Well-known machines, alone and several of them. Bandwidths are in GB/s in one direction, latencies in µs."""
 
 from __future__ import annotations
 
@@ -16,6 +8,20 @@ from dataclasses import dataclass, field
 from epcomm.errors import ConfigError
 from epcomm.topology.machine import Device, Link, Topology
 
+# A link of NVLink. NVIDIA's data sheets give all links of a GPU in both directions: V100 6 and 300 GB/s, A100 12 and
+# 600, H100 and H200 18 and 900, GB200 18 and 1800.
+_NVLINK2 = _NVLINK3 = _NVLINK4 = 25.0
+_NVLINK5 = 50.0
+# A link of Infinity Fabric between MI300X: 16 lanes of 32 Gb/s (Linux, amdgpu_xgmi.c, for GC 9.4.3); AMD's data sheet
+# gives 128 in both directions. RCCL counts with 48 of the 64 (src/graph/topo.h, 2024: GFX94X_XGMI_WIDTH).
+_XGMI = 64.0
+# InfiniBand by what it is called: EDR 100 Gb/s, HDR 200, NDR 400.
+_EDR, _HDR, _NDR = 12.5, 25.0, 50.0
+# Between sockets, as NCCL counts (src/graph/topo.h, 2026): by Intel's generation, AMD's, and any ARM, for lack of a
+# figure of Grace's. The links themselves carry several times as much.
+_BROADWELL, _SKYLAKE, _SAPPHIRE_RAPIDS, _ZEN2, _ARM = 6.0, 10.0, 22.0, 16.0, 6.0
+# A NVLink, a hop by an NVSwitch, and from NIC to NIC: the topologies of NDv2 and DGX-2 in Microsoft's TE-CCL
+# (github.com/microsoft/TE-CCL). Of other links none is known here, and it is 0.
 _NVLINK_LATENCY, _SWITCH_LATENCY, _NETWORK_LATENCY = 0.7, 0.35, 1.3
 
 #: NVLinks between the GPUs of a DGX-1 with V100s: a cube mesh of 6 links per GPU (microsoft/sccl's topology of it).
@@ -23,6 +29,16 @@ DGX1_LINKS = {
     (0, 1): 2, (0, 2): 1, (0, 3): 1, (0, 4): 2, (1, 2): 1, (1, 3): 2, (1, 5): 1, (2, 3): 2,
     (2, 6): 2, (3, 7): 1, (4, 5): 2, (4, 6): 1, (4, 7): 1, (5, 6): 1, (5, 7): 2, (6, 7): 2,
 }  # fmt: skip
+
+
+def _pcie(gigatransfers: float) -> float:
+    """16 lanes of PCIe 3 (8 GT/s), 4 (16) or 5 (32), which send 130 bits for 128 (PCI-SIG's specifications)."""
+    return gigatransfers * 16 / 8 * 128 / 130
+
+
+def _ddr(megatransfers: float, channels: int) -> float:
+    """Channels of memory, 8 bytes wide, named by their transfers: DDR4-3200, DDR5-4800 (JEDEC JESD79-4, JESD79-5)."""
+    return megatransfers * 8 * channels / 1e3
 
 
 @dataclass
@@ -90,7 +106,7 @@ def _cluster(name: str, server: _Server, num_nodes: int) -> Topology:
 
 def _cube_mesh(parts: _Parts, gpus: list[str], node: int) -> None:
     for (a, b), count in DGX1_LINKS.items():
-        parts.link(gpus[a], gpus[b], "nvlink", 25, _NVLINK_LATENCY, count)
+        parts.link(gpus[a], gpus[b], "nvlink", _NVLINK2, _NVLINK_LATENCY, count)
 
 
 def _nvswitch(num_links: int, bandwidth: float) -> Callable[[_Parts, list[str], int], None]:
@@ -105,19 +121,26 @@ def _nvswitch(num_links: int, bandwidth: float) -> Callable[[_Parts, list[str], 
 def _infinity_fabric(parts: _Parts, gpus: list[str], node: int) -> None:
     for number, gpu in enumerate(gpus):
         for other in gpus[number + 1 :]:
-            parts.link(gpu, other, "xgmi", 64)
+            parts.link(gpu, other, "xgmi", _XGMI)
 
 
 # per machine: GPUs, PCIe switches, NICs, GB/s of a NIC, of PCIe and between sockets
 _SERVERS = {
-    "dgx1_v100": _Server(8, 4, 4, 12.5, 16, 10, _cube_mesh),
-    "ndv2": _Server(8, 4, 1, 12.5, 16, 10, _cube_mesh),  # Azure's: as a DGX-1, with one NIC
-    "dgx_a100": _Server(8, 4, 8, 25, 32, 16, _nvswitch(12, 25)),
-    "dgx_h100": _Server(8, 8, 8, 50, 64, 40, _nvswitch(18, 25)),
-    "dgx_h200": _Server(8, 8, 8, 50, 64, 40, _nvswitch(18, 25)),
-    # A rack of 18 trays of two CPUs and four GPUs is one node here: what NVLink joins.
-    "gb200_nvl72": _Server(72, 72, 72, 50, 64, 40, _nvswitch(18, 50), num_sockets=36),
-    "mi300x": _Server(8, 8, 8, 50, 64, 24, _infinity_fabric),
+    # NVIDIA's data sheet and white paper WP-08437: two Xeons E5-2698 v4, four EDR NICs, one with two GPUs to a switch
+    "dgx1_v100": _Server(8, 4, 4, _EDR, _pcie(8), _BROADWELL, _cube_mesh),
+    # Azure's page of the NDv2 series: V100s linked as in a DGX-1, two Xeons 8168, one EDR NIC
+    "ndv2": _Server(8, 4, 1, _EDR, _pcie(8), _SKYLAKE, _cube_mesh),
+    # NVIDIA's user guide: two EPYCs 7742, eight HDR NICs; Azure's dump of ND A100 v4: two and two GPUs to a switch
+    "dgx_a100": _Server(8, 4, 8, _HDR, _pcie(16), _ZEN2, _nvswitch(12, _NVLINK3)),
+    # NVIDIA's DGX BasePOD reference architecture, its core components: two Xeons 8480C, eight NDR NICs; DGX H100 user
+    # guide, table 6: a NIC for each GPU; Azure's dump of ND H100 v5: those two to a switch
+    "dgx_h100": _Server(8, 8, 8, _NDR, _pcie(32), _SAPPHIRE_RAPIDS, _nvswitch(18, _NVLINK4)),
+    "dgx_h200": _Server(8, 8, 8, _NDR, _pcie(32), _SAPPHIRE_RAPIDS, _nvswitch(18, _NVLINK4)),
+    # MLPerf's descriptions of GB200 systems: trays of two Graces, four GPUs, four NICs. A rack of 18 trays is one node
+    # here: what NVLink joins. GPUs reach their NIC by their Grace, over more than the NIC's PCIe carries.
+    "gb200_nvl72": _Server(72, 72, 72, _NDR, _pcie(32), _ARM, _nvswitch(18, _NVLINK5), num_sockets=36),
+    # RCCL's dump rccl_topo_8p_940: two Xeons of family 6, model 143; a GPU and an NDR NIC to a switch
+    "mi300x": _Server(8, 8, 8, _NDR, _pcie(32), _SAPPHIRE_RAPIDS, _infinity_fabric),
 }
 
 
@@ -151,11 +174,13 @@ def _linked(name: str, num_ranks: int, pairs: list[tuple[int, int]], bandwidth: 
     return parts.topology(name)
 
 
-def two_socket_host(cores_per_socket: int = 4, memory: float = 204.8, sockets: float = 40.0) -> Topology:
-    """A host whose ranks are cores of two sockets, which share their socket's memory.
+def two_socket_host(
+    cores_per_socket: int = 4, memory: float = _ddr(4800, 8), sockets: float = _SAPPHIRE_RAPIDS
+) -> Topology:
+    """A host whose ranks are cores of two sockets.
 
-    `memory`: GB/s of a socket, by default eight channels of DDR4-3200; a core is taken to be able to use all of it.
-    `sockets`: between the two, by default NCCL's figure for Emerald Rapids.
+    `memory`: GB/s of a socket, by default Sapphire Rapids' eight channels of DDR5-4800; each core is taken to be able
+    to use all of it, whatever the others do. `sockets`: between the two.
     """
     parts = _Parts()
     domains = [parts.add(f"cpu{socket}", "cpu") for socket in range(2)]

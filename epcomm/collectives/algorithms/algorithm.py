@@ -9,6 +9,7 @@ from typing import Any
 from epcomm.collectives.language import Collective, Trace
 from epcomm.collectives.plan import FIFO_DEPTH, Plan
 from epcomm.errors import ConfigError
+from epcomm.kernels.protocol.lines import SIMPLE
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,14 @@ class Algorithm:
         channels: int = 1,
         pieces: int = 1,
         fifo_depth: int = FIFO_DEPTH,
+        protocol: str = SIMPLE,
         **options: Any,
     ) -> Plan:
         """The plan of a collective among `num_ranks` ranks.
 
         `channels` and `pieces` multiply the number of chunks: channels work side by side, pieces follow one another
-        (`Trace.plan`). ConfigError if the algorithm doesn't do this, or not with so many ranks.
+        (`Trace.plan`). `protocol`: "simple", "ll" or "ll128". ConfigError if the algorithm doesn't do this, or not with
+        so many ranks.
         """
         where = f"{self.name} {collective}"
         form = self.forms.get(collective)
@@ -60,7 +63,7 @@ class Algorithm:
         wanted = Collective(collective, num_ranks, form.num_chunks(num_ranks), root)
         with Trace(where, wanted, in_place=form.in_place) as trace:
             form.program(wanted, **options)
-        return trace.plan(channels=channels, pieces=pieces, fifo_depth=fifo_depth)
+        return trace.plan(channels=channels, pieces=pieces, fifo_depth=fifo_depth, protocol=protocol)
 
 
 def require_power_of_two(where: str, num_ranks: int) -> None:

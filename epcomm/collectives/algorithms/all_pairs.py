@@ -1,42 +1,37 @@
 """All pairs: every rank sends directly to every other one.
 
 One-shot: each rank gets everything and sums alone; one step, and the most bytes. Two-shot: each rank sums its block,
-then hands it out; two steps, and as few bytes as a ring.
+then hands it out; two steps, and as few bytes as a ring. Where all send to all, each begins with a neighbour of its
+own, so that no rank gets everybody's messages at once; sums are in the order of ranks all the same.
 """
 
 from __future__ import annotations
 
 from epcomm.collectives.algorithms.algorithm import Algorithm, Form
-from epcomm.collectives.algorithms.paths import copy_to_each, own_block, reduce_in_order
+from epcomm.collectives.algorithms.paths import (
+    copy_to_each,
+    others_after,
+    own_block,
+    reduce_each_in_order,
+    reduce_in_order,
+)
 from epcomm.collectives.language import Collective, chunk
 
 
 def _one_shot_allreduce(collective: Collective) -> None:
     ranks = range(collective.num_ranks)
-    if len(ranks) == 1:
-        chunk(0, "input").copy(0, "output")
-        return
-    # Rank by rank for all sums at once: in place, an input has to be sent before a result replaces it.
-    totals = [chunk(0, "input") if owner == 0 else chunk(0, "input").copy(owner, "scratch", 0) for owner in ranks]
-    for rank in ranks[1:]:
-        place = ("output", 0) if rank == ranks[-1] else ("scratch", 0)
-        own = chunk(rank, "input")
-        totals = [
-            own.reduce(total, *place) if owner == rank else total.reduce(own, *place)
-            for owner, total in enumerate(totals)
-        ]
+    reduce_each_in_order({rank: (0, 0) for rank in ranks}, ranks)
 
 
 def _allgather(collective: Collective) -> None:
     ranks = range(collective.num_ranks)
     for rank in ranks:
-        copy_to_each(own_block(rank), ranks)
+        copy_to_each(own_block(rank), others_after(rank, ranks))
 
 
 def _reduce_scatter(collective: Collective) -> None:
     ranks = range(collective.num_ranks)
-    for block in ranks:
-        reduce_in_order(block, ranks, block, 0)
+    reduce_each_in_order({rank: (rank, 0) for rank in ranks}, ranks)
 
 
 def _one_shot_broadcast(collective: Collective) -> None:
@@ -49,8 +44,9 @@ def _one_shot_reduce(collective: Collective) -> None:
 
 def _two_shot_allreduce(collective: Collective) -> None:
     ranks = range(collective.num_ranks)
-    for total in [reduce_in_order(block, ranks, block, block) for block in ranks]:
-        copy_to_each(total, ranks)
+    totals = reduce_each_in_order({rank: (rank, rank) for rank in ranks}, ranks)
+    for rank in reversed(ranks):  # results are received in the order in which they come, from the rank before first
+        copy_to_each(totals[rank], others_after(rank, ranks))
 
 
 def _two_shot_broadcast(collective: Collective) -> None:

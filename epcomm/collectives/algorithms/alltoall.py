@@ -14,9 +14,11 @@ from epcomm.collectives.language import Collective, chunk
 
 def _direct(collective: Collective) -> None:
     ranks = range(collective.num_ranks)
+    in_pairs = not len(ranks) & (len(ranks) - 1)
     for distance in ranks:  # each step's messages have receivers of their own
         for rank in ranks:
-            to = (rank + distance) % len(ranks)
+            # in pairs, ranks of a node of a power of two leave it in the same steps, to one rank each
+            to = rank ^ distance if in_pairs else (rank + distance) % len(ranks)
             chunk(rank, "input", to).copy(to, "output", rank)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from epcomm.collectives.language import Chunk, chunk
 
@@ -32,17 +32,35 @@ def copy_to_each(value: Chunk, ranks: Iterable[int], *, channel: int = 0) -> Non
 
 def reduce_in_order(owner: int, group: Sequence[int], index: int, to: int, *, buffer: str = "output") -> Chunk:
     """Sums chunk `index` of the inputs of a group on `owner`, one of them, in its order; each sends directly."""
-    if len(group) == 1:
-        return chunk(owner, "input", index).copy(owner, buffer, to)
-    total = chunk(group[0], "input", index)
-    if group[0] != owner:
-        total = total.copy(owner, "scratch", index)
-    for rank in group[1:]:
-        place = (buffer, to) if rank == group[-1] else ("scratch", index)
-        own = chunk(rank, "input", index)
-        # where the sum replaces the owner's input in place, that input has to be the first operand
-        total = own.reduce(total, *place) if rank == owner else total.reduce(own, *place)
-    return total
+    return reduce_each_in_order({owner: (index, to)}, group, buffer=buffer)[owner]
+
+
+def reduce_each_in_order(
+    sums: Mapping[int, tuple[int, int]], group: Sequence[int], *, buffer: str = "output"
+) -> dict[int, Chunk]:
+    """Sums on several owners, `sums[owner]` being (index, to). Each rank sends to the owner before it first, then to
+    the one before that: so no two send to one owner at a time, and addends come about in the order of the sum.
+    """
+    totals: dict[int, Chunk] = {}
+    for rank in group:
+        place = buffer if rank == group[-1] else "scratch"
+        itself = [rank] if rank in sums else []  # last: in place its sum may replace its input
+        for owner in [*reversed(others_after(rank, sums)), *itself]:
+            index, to = sums[owner]
+            own, at = chunk(rank, "input", index), index if place == "scratch" else to
+            total = totals.get(owner)
+            if total is None:
+                totals[owner] = own if rank == owner and rank != group[-1] else own.copy(owner, place, at)
+            elif rank == owner:  # where the sum replaces this input in place, it has to be the first operand
+                totals[owner] = own.reduce(total, place, at)
+            else:
+                totals[owner] = total.reduce(own, place, at)
+    return totals
+
+
+def others_after(rank: int, ranks: Iterable[int]) -> list[int]:
+    """The other ranks around a ring, from the one after this rank on."""
+    return sorted((other for other in ranks if other != rank), key=lambda other: (other < rank, other))
 
 
 def rotated(order: Sequence[int], first: int) -> list[int]:

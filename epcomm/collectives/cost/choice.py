@@ -1,4 +1,4 @@
-"""Which plan does an allreduce best: algorithm, protocol, channels and pieces, by the price of each.
+"""What does a collective best: a plan, of which algorithm, protocol, channels and pieces; or a kernel written by hand.
 
 The price is that of the algorithm's rounds (`schedules`) on the machine's links at the protocol's costs; no plan is
 made. It is a function of its arguments alone, so all ranks choose the same.
@@ -6,18 +6,24 @@ made. It is a function of its arguments alone, so all ranks choose the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from epcomm.collectives.algorithms import ALGORITHMS
+from epcomm.collectives.cost.kernels import kernels_for, measured_kernel
 from epcomm.collectives.cost.machines import Machine
-from epcomm.collectives.cost.protocols import PROTOCOLS, costs_of
-from epcomm.collectives.cost.schedules import ALLREDUCE
-from epcomm.collectives.plan import Plan
+from epcomm.collectives.cost.protocols import EXECUTED, KERNEL, costs_of, protocols_of
+from epcomm.collectives.cost.schedules import SCHEDULES, algorithms_of
+from epcomm.collectives.cost.world import World
+from epcomm.collectives.plan import Collective, Plan
+from epcomm.collectives.plan.conditions import ROOTED
 from epcomm.errors import ConfigError
+from epcomm.kernels.protocol.collectives import CHUNK_BYTES
+from epcomm.kernels.protocol.lines import SIMPLE
 from epcomm.simulation.costs import Costs
 from epcomm.simulation.rounds import Schedule
 
@@ -31,41 +37,70 @@ _MANY_RANKS = 512
 #: What is no slower than that is as fast, and the fewest channels win: what NCCL's model of its symmetric kernels does.
 _ABOUT = 1.025
 #: bytes of an element
-DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int8": 1}
+DTYPES = {
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
+    "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1, "complex128": 16, "complex64": 8,
+}  # fmt: skip
 _HALVES = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True)
 class Request:
-    """An allreduce of `num_bytes` of a dtype on each of a machine's ranks."""
+    """A collective among a machine's ranks, with `num_bytes` of a dtype in its unit (see `Collective`): the whole
+    tensor of an allreduce, broadcast or reduce, a rank's block of the others. ConfigError if there is none such.
+
+    `num_programs`: how many programs each rank has: at most so many channels has a plan, and as many a kernel.
+    `protocols`: those by which plans run there.
+    """
 
     num_bytes: int
     machine: Machine
     dtype: str = "float32"
+    kind: str = "allreduce"
+    root: int = 0
+    op: str = "sum"
+    num_programs: int = CHANNELS[-1]
+    protocols: tuple[str, ...] = EXECUTED
 
     def __post_init__(self) -> None:
+        if self.root and self.kind not in ROOTED:
+            raise ConfigError(f"argument `root`: {self.kind} has none, got {self.root!r}")
+        Collective(self.kind, self.num_ranks, 1, self.root)
         if self.dtype not in DTYPES:
             raise ConfigError(f"argument `dtype`: wanted one of {', '.join(DTYPES)}, got {self.dtype!r}")
         size = DTYPES[self.dtype]
         if type(self.num_bytes) is not int or self.num_bytes < size or self.num_bytes % size:
             wanted = f"a multiple of {size}, the bytes of a {self.dtype}, and at least that"
             raise ConfigError(f"argument `bytes`: wanted {wanted}, got {self.num_bytes!r}")
+        if type(self.num_programs) is not int or self.num_programs < 1:
+            raise ConfigError(f"argument `programs`: wanted an integer >= 1, got {self.num_programs!r}")
 
     @property
     def num_ranks(self) -> int:
         return self.machine.num_ranks
 
     @property
+    def collective(self) -> Collective:
+        """What is wanted, with its unit as one chunk."""
+        return Collective(self.kind, self.num_ranks, 1, self.root)
+
+    @property
+    def world(self) -> World:
+        """Its ranks as schedules see them."""
+        return replace(self.machine.world, root=self.root)
+
+    @property
     def is_half(self) -> bool:
-        """Are its sums of 16 bits, to be rounded once?"""
-        return self.dtype in _HALVES
+        """Does it sum in 16 bits, to be rounded once?"""
+        return self.dtype in _HALVES and self.collective.is_reduction and self.op not in ("min", "max")
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to do a request, and its price in µs.
+    """One way to do a request, and its price in µs: infinite if nobody knows it.
 
-    `wide_sums`: partial sums are float32 wherever they are kept or travel, so that a 16-bit result rounds once.
+    `protocol`: KERNEL is the algorithm's kernel written by hand, all else a plan. `wide_sums`: partial sums are float32
+    wherever they are kept or travel, so that a 16-bit result rounds once: kernels do that.
     """
 
     request: Request
@@ -77,34 +112,50 @@ class Candidate:
     microseconds: float
 
     @property
+    def is_kernel(self) -> bool:
+        return self.protocol == KERNEL
+
+    @property
+    def has_price(self) -> bool:
+        return self.microseconds < math.inf
+
+    @property
+    def runs(self) -> bool:
+        """Whether that is there: of plans, executors have some protocols, and don't widen partial sums."""
+        return self.is_kernel or self.protocol in self.request.protocols and not self.wide_sums
+
+    @property
     def costs(self) -> Costs:
         machine = self.request.machine
         return costs_of(machine.kind, self.protocol, self.algorithm, self.channels, len(machine.nodes))
 
     @cached_property
     def plan(self) -> Plan:
-        return ALGORITHMS[self.algorithm].plan(
-            "allreduce", self.request.num_ranks, channels=self.channels, pieces=self.pieces, **self._options
+        """The plan; of a kernel the one of its algorithm, to simulate it."""
+        return self._plan(
+            channels=self.channels, pieces=self.pieces, protocol=SIMPLE if self.is_kernel else self.protocol
         )
 
-    @property
-    def _options(self) -> dict[str, Any]:
-        world = self.request.machine.world
-        given = {"order": world.order, "ranks_per_node": world.ranks_per_node}
-        return {name: value for name, value in given.items() if name in ALGORITHMS[self.algorithm].options}
+    def _plan(self, **options: Any) -> Plan:
+        request, algorithm = self.request, ALGORITHMS[self.algorithm]
+        known = {"order": request.world.order, "ranks_per_node": request.world.ranks_per_node}
+        given: dict[str, Any] = {name: value for name, value in known.items() if name in algorithm.options}
+        return algorithm.plan(request.kind, request.num_ranks, root=request.root, **options, **given)
 
     @cached_property
     def roundings(self) -> int:
-        """How often a result is rounded: as often as the algorithm's plan sums, or once if partial sums are wide."""
+        """How often a result is rounded: as often as the algorithm's plan sums, or once if partial sums are wide; avg,
+        if they are not, once more.
+        """
         from epcomm.collectives.plan.verify import verify  # loads Numba, as the simulation does
 
-        sums = verify(ALGORITHMS[self.algorithm].plan("allreduce", self.request.num_ranks, **self._options)).roundings
-        return min(sums, 1) if self.wide_sums else sums
+        sums = verify(self._plan()).roundings
+        return min(sums, 1) if self.wide_sums else sums + (self.request.op == "avg")
 
     @property
     def rounds_once(self) -> bool:
-        """Whether no result is rounded more than once; two ranks' sums never are."""
-        return self.wide_sums or self.request.num_ranks <= 2
+        """Whether no result is rounded more than once: two ranks' sums never are, and plans round averages again."""
+        return self.wide_sums or self.request.num_ranks <= 2 and self.request.op != "avg"
 
     def simulated(self) -> Timeline:
         """The plan, event by event on the machine's links."""
@@ -116,48 +167,78 @@ class Candidate:
 
 
 def candidates(
-    request: Request, *, algorithms: Sequence[str] = tuple(ALLREDUCE), protocols: Sequence[str] | None = None
+    request: Request, *, algorithms: Sequence[str] | None = None, protocols: Sequence[str] | None = None
 ) -> list[Candidate]:
-    """The best candidate of each algorithm and protocol, cheapest first; of 16-bit sums with partial sums of either
-    width.
+    """The best candidate of each algorithm and protocol, cheapest first, of equals kernels; of 16-bit sums with partial
+    sums of either width.
 
     Algorithms that can't serve so many ranks are left out; ConfigError if none can, or for names that aren't known.
     """
-    for name in algorithms:
-        if name not in ALLREDUCE:
-            raise ConfigError(f"argument `algorithm`: wanted one of auto, {', '.join(ALLREDUCE)}, got {name!r}")
+    known = algorithms_of(request.kind)
+    for name in algorithms or ():
+        if name not in known:
+            raise ConfigError(f"argument `algorithm`: wanted one of auto, {', '.join(known)}, got {name!r}")
+    found, problems = _priced(request, algorithms or known, protocols or (KERNEL, *protocols_of(request.machine.kind)))
+    if not found:
+        raise ConfigError(f"argument `algorithm`: {'; '.join(problems)}")
+    return found
+
+
+def choose(request: Request) -> Candidate:
+    """What `auto` means for an allreduce. Other collectives take plans only when told to: for them this is the
+    cheapest, of 16-bit sums of those that round once, whether or not executors have it.
+
+    An allreduce among several nodes has one kernel. Where ranks are cores, or bandwidths aren't known, it takes the
+    kernel that was measured to be the best of its size. Elsewhere it takes the cheapest that runs, and of 16-bit sums
+    of those that round once. Should none of these have a price, because links don't join all pairs of ranks, it takes
+    that kernel nevertheless: load and store reach every rank of a node.
+    """
+    if request.kind != "allreduce":
+        return next(each for each in candidates(request) if each.rounds_once or not request.is_half)
+    machine, num_nodes = request.machine, len(request.machine.nodes)
+    kernel, found = measured_kernel(request.num_bytes, num_nodes), list[Candidate]()
+    if machine.has_speeds:
+        if num_nodes > 1 or machine.is_of_cores:
+            found, _ = _priced(request, (kernel,), (KERNEL,))
+        else:
+            found, _ = _priced(request, algorithms_of(request.kind), (KERNEL, *request.protocols))
+    return next(allowed(request, found), _kernel(request, kernel))
+
+
+def cheapest(request: Request, found: Sequence[Candidate]) -> Candidate:
+    """The first of the candidates that `auto` may pick, else that runs, else of all."""
+    return next(allowed(request, found), next((each for each in found if each.runs), found[0]))
+
+
+def allowed(request: Request, found: Sequence[Candidate]) -> Iterator[Candidate]:
+    """Those that `auto` may pick."""
+    return (each for each in found if each.runs and (each.rounds_once or not request.is_half))
+
+
+def _priced(
+    request: Request, algorithms: Sequence[str], protocols: Sequence[str]
+) -> tuple[list[Candidate], list[str]]:
+    """The candidates, cheapest first, and why algorithms have none."""
     found: list[Candidate] = []
     problems = []
     for name in algorithms:
         try:
-            schedule = Schedule(ALLREDUCE[name](request.machine.world), request.machine.pricing_network)
+            schedule = _schedule(request, name)
         except ConfigError as error:  # so many ranks are not what it is for, or no links join those that talk
             problems.append(f"{name}: {error}")
             continue
-        for protocol, wide in product(protocols or _protocols(request), _widths(request)):
-            found.append(_simplest(list(_priced(request, name, protocol, wide, schedule))))
-    if not found:
-        raise ConfigError(f"argument `algorithm`: {'; '.join(problems)}")
-    return sorted(found, key=lambda each: each.microseconds)
+        for protocol in protocols:
+            variants = list(_variants(request, name, protocol))
+            found += [_simplest([_price(way, schedule) for way in ways]) for ways in variants]
+            if not variants:
+                problems.append(f"{name}: it has no {protocol} for {request.num_bytes} bytes on {request.machine.name}")
+    return sorted(found, key=lambda each: (each.microseconds, not each.is_kernel)), problems
 
 
-def choose(request: Request, **limits: Sequence[str]) -> Candidate:
-    """What `auto` means: the cheapest candidate, for 16-bit sums of those that round once."""
-    return next(allowed(request, candidates(request, **limits)))
-
-
-def allowed(request: Request, found: Iterable[Candidate]) -> Iterator[Candidate]:
-    """Those that `auto` may pick."""
-    return (each for each in found if each.rounds_once or not request.is_half)
-
-
-def _protocols(request: Request) -> Sequence[str]:
-    return ("simple",) if request.machine.kind == "two_socket_host" else tuple(PROTOCOLS)
-
-
-def _widths(request: Request) -> Sequence[bool]:
-    """Whether to widen partial sums: two ranks have none."""
-    return (False, True) if request.is_half and request.num_ranks > 2 else (False,)
+def _schedule(request: Request, algorithm: str) -> Schedule:
+    """Its rounds on the request's machine, whose cores run one program each."""
+    rounds, machine = SCHEDULES[algorithm][request.kind](request.world), request.machine
+    return Schedule(rounds, machine.pricing_network, one_program=machine.is_of_cores)
 
 
 def _simplest(options: list[Candidate]) -> Candidate:
@@ -167,14 +248,38 @@ def _simplest(options: list[Candidate]) -> Candidate:
     return min(rated, key=lambda rating: rating[:2])[-1]
 
 
-def _priced(request: Request, algorithm: str, protocol: str, wide: bool, schedule: Schedule) -> Iterator[Candidate]:
-    """A candidate for each number of channels and pieces; on CPUs one channel, which is a rank's thread."""
-    machine = request.machine
-    channel_counts = (1,) if machine.kind == "two_socket_host" else CHANNELS
-    options = product(channel_counts, PIECES)
+def _variants(request: Request, algorithm: str, protocol: str) -> Iterator[list[Candidate]]:
+    """What to price: of each list the simplest is wanted. Of a plan for each number of channels and pieces, and by how
+    wide partial sums are.
+    """
+    if protocol == KERNEL:
+        if request.kind == "allreduce" and algorithm in kernels_for(request.num_bytes, len(request.machine.nodes)):
+            yield [_kernel(request, algorithm)]
+        return
+    counts = _channel_counts(request)
+    options = [*product(counts, PIECES)]
     if request.num_ranks > _MANY_RANKS:
-        options = product({channel_counts[0], channel_counts[-1]}, {PIECES[0], PIECES[-1]})
-    for channels, pieces in options:
-        costs = costs_of(machine.kind, protocol, algorithm, channels, len(machine.nodes))
-        times = schedule.times(request.num_bytes, costs, channels=channels, pieces=pieces, wide_sums=wide)
-        yield Candidate(request, algorithm, protocol, channels, pieces, wide, float(times.max()))
+        options = [*product({counts[0], counts[-1]}, {PIECES[0], PIECES[-1]})]
+    for wide in (False, True) if request.is_half and request.num_ranks > 2 else (False,):  # two ranks have none
+        yield [Candidate(request, algorithm, protocol, *option, wide, math.inf) for option in options]
+
+
+def _channel_counts(request: Request) -> Sequence[int]:
+    """Of plans; on CPUs one channel, which is a rank's thread."""
+    return (1,) if request.machine.is_of_cores else [each for each in CHANNELS if each <= request.num_programs]
+
+
+def _kernel(request: Request, algorithm: str) -> Candidate:
+    """An algorithm's kernel, without a price: chunks that follow one another on each channel are its pieces."""
+    channels = 1 if algorithm == "one_shot" or request.machine.is_of_cores else request.num_programs
+    pieces = min(max(1, -(-request.num_bytes // (channels * CHUNK_BYTES))), PIECES[-1])
+    return Candidate(request, algorithm, KERNEL, channels, pieces, request.is_half, math.inf)
+
+
+def _price(candidate: Candidate, schedule: Schedule) -> Candidate:
+    """The candidate with its price."""
+    times = schedule.times(
+        candidate.request.num_bytes, candidate.costs, channels=candidate.channels, pieces=candidate.pieces,
+        wide_sums=candidate.wide_sums,
+    )  # fmt: skip
+    return replace(candidate, microseconds=float(times.max()))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from epcomm.errors import ConfigError
 from epcomm.model.gpus import GPUS
@@ -34,11 +34,20 @@ def _latency(nvlink: tuple[float, float], pci: tuple[float, float], network: tup
     return {"nvlink": nvlink, "xgmi": nvlink, "pci": pci, "socket": pci, "network": network}
 
 
+#: of plans
 PROTOCOLS = {
     "ll": Protocol("ll", 4 / 8, (6.6, 6.8), _latency((0.6, 0.6), (1.0, 1.0), (2.7, 5.0))),
     "ll128": Protocol("ll128", 120 / 128, (14.0, 14.0), _latency((1.9, 1.25), (2.5, 1.9), (4.0, 8.5))),
     "simple": Protocol("simple", 1.0, (8.4, 8.4), _latency((3.4, 4.0), (5.7, 4.0), (14.0, 14.0))),
 }
+
+#: In place of a protocol: the algorithm's kernel written by hand. It starts as fast as the leanest protocol, for it has
+#: no FIFOs; then data comes before a flag, as with Simple.
+KERNEL = "kernel"
+_BY_HAND = Protocol(KERNEL, 1.0, PROTOCOLS["ll"].base, PROTOCOLS["simple"].latency)
+
+#: what executors of plans have. On some GPUs plans don't run by "ll128": see `Target.moves_whole_lines`.
+EXECUTED = ("simple", "ll", "ll128")
 
 
 @dataclass(frozen=True)
@@ -52,7 +61,7 @@ class Generation:
     def channel(self, protocol: str, channels: int, num_nodes: int) -> float:
         """GB/s of each of so many channels."""
         if protocol != "ll":
-            return self.simple if protocol == "simple" else self.ll128
+            return self.ll128 if protocol == "ll128" else self.simple
         return self.ll[min(num_nodes, 3) - 1] / channels
 
 
@@ -70,19 +79,31 @@ GENERATIONS = {
     "gb200_nvl72": _BLACKWELL,
 }  # fmt: skip
 
-#: Ranks that are CPU cores have one protocol, and these costs: benchmarks/cost_model.py fits them to measured
-#: allreduces of 2 ranks, each on a core of its own (benchmarks/results/cost_model.json).
+#: Kernels written by hand of ranks that are CPU cores: benchmarks/cost_model.py fits these costs to measured allreduces
+#: of 2 ranks, each on a core of its own (benchmarks/results/cost_model.json).
 CPU_COSTS = Costs(launch=3.679, channel=15.785, latency={"cache": 0.0, "socket": 0.0})
+#: Plans of such ranks, which have one protocol. Messages are copied into FIFOs: of 2 ranks, the plan of two_shot takes
+#: 1.3 to 2.8 times as long as its kernel up to 4 MiB, in the median 1.8 times (benchmarks/results/plans.json).
+CPU_PLAN_COSTS = replace(CPU_COSTS, channel=CPU_COSTS.channel / 1.8)
+#: machines, by the preset's name, whose ranks are cores; "host" is the one that this is
+HOSTS = ("two_socket_host", "host")
+
+
+def protocols_of(machine: str) -> tuple[str, ...]:
+    """What plans on a machine of this name can choose from."""
+    return ("simple",) if machine in HOSTS else tuple(PROTOCOLS)
 
 
 def costs_of(machine: str, protocol: str, algorithm: str, channels: int, num_nodes: int) -> Costs:
-    """The costs of a plan of this algorithm on a machine of this name; ConfigError if there is no such protocol."""
-    known = ("simple",) if machine == "two_socket_host" else tuple(PROTOCOLS)
+    """The costs of a plan of this algorithm on a machine of this name, or of its kernel; ConfigError if there is no
+    such protocol.
+    """
+    known = (*protocols_of(machine), KERNEL)
     if protocol not in known:
         raise ConfigError(f"argument `protocol`: on {machine} wanted one of {', '.join(known)}, got {protocol!r}")
-    if machine == "two_socket_host":
-        return CPU_COSTS
-    found, column = PROTOCOLS[protocol], int(algorithm in TREES)
+    if machine in HOSTS:
+        return CPU_COSTS if protocol == KERNEL else CPU_PLAN_COSTS
+    found, column = _BY_HAND if protocol == KERNEL else PROTOCOLS[protocol], int(algorithm in TREES)
     return Costs(
         launch=found.base[column],
         channel=GENERATIONS.get(machine, _UNLIMITED).channel(protocol, channels, num_nodes),

@@ -1,12 +1,15 @@
 """The algorithms as rounds (`epcomm.simulation.rounds`), for worlds too large for plans and to price without plans.
 
-Each function gives the rounds of what the plan of the same name does; shares are of the collective's unit.
+Each function gives the rounds of what the plan of the same name does; shares are of the collective's unit (see
+`Collective`). Most algorithms are said once: an allgather is the mirror of a reduce_scatter, an allreduce is both, each
+with a block per rank; a reduce is the mirror of a broadcast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -14,49 +17,99 @@ from epcomm.collectives.algorithms.butterfly import Folded
 from epcomm.collectives.algorithms.double_binary_tree import Tree, two_trees
 from epcomm.collectives.algorithms.pat import tree_edges
 from epcomm.collectives.algorithms.swing import swing_partner
+from epcomm.collectives.cost.patterns import (
+    all_pairs,
+    butterfly,
+    chain,
+    levels,
+    mirrored,
+    scaled,
+    side_by_side,
+    summed,
+    to_each,
+    turns,
+)
+from epcomm.collectives.cost.world import World
 from epcomm.errors import ConfigError
-from epcomm.simulation.rounds import Round
+from epcomm.simulation.rounds import Copy, Round
 
-#: All pairs of more ranks than that are not priced: their messages are too many to look at.
-MOST_PAIRED = 300
-
-
-@dataclass(frozen=True)
-class World:
-    """Ranks, how many each node has, and their order in a ring (ascending if None)."""
-
-    num_ranks: int
-    ranks_per_node: int
-    order: tuple[int, ...] | None = None
+_Rounds = Callable[[World], list[Round]]
+_Schedule = Callable[[World], Sequence[Round | Copy]]
 
 
-_Schedule = Callable[[World], list[Round]]
+def _by_blocks(reduce_scatter: _Rounds, allgather: _Rounds | None = None) -> dict[str, _Schedule]:
+    """Three collectives by sums of blocks; `allgather` without each rank's copy of its own block."""
+
+    def gather(world: World) -> list[Round]:
+        return mirrored(reduce_scatter(world)) if allgather is None else allgather(world)
+
+    return {
+        "allreduce": lambda world: scaled(reduce_scatter(world) + gather(world), 1 / world.num_ranks),
+        "reduce_scatter": reduce_scatter,
+        "allgather": lambda world: [Copy(world.ranks, 1.0), *gather(world)],
+    }
 
 
-def _ring(world: World) -> list[Round]:
-    """Once around to sum, once to copy."""
-    num_ranks = world.num_ranks
-    src = np.arange(num_ranks) if world.order is None else np.array(world.order)
-    turns = ((False, 1), (True, num_ranks - 2), (False, num_ranks - 1))  # what is sent first is an input
-    return [
-        Round(src, np.roll(src, -1), 1 / num_ranks, forwards=True, is_sum=is_sum, repeat=repeat)
-        for is_sum, repeat in turns if repeat > 0 and num_ranks > 1
-    ]  # fmt: skip
+def _rooted(broadcast: _Rounds, reduce: _Rounds | None = None) -> dict[str, _Schedule]:
+    """Two collectives by copies from the root; `broadcast` without the root's copy of its own input."""
+    return {
+        "broadcast": lambda world: [Copy(np.array([world.root]), 1.0), *broadcast(world)],
+        "reduce": (lambda world: summed(mirrored(broadcast(world)))) if reduce is None else reduce,
+    }
 
 
-def _reversed(rounds: list[Round]) -> list[Round]:
-    """The allgather that mirrors a reduce_scatter's rounds."""
-    return [Round(each.dst, each.src, each.share, each.parts, each.forwards) for each in reversed(rounds)]
+def _both_ways(of_ring: Mapping[str, _Schedule]) -> dict[str, _Schedule]:
+    """A ring's collectives by two that turn in opposite directions."""
+
+    def schedule(of_one: _Schedule, world: World) -> Sequence[Round | Copy]:
+        ways = [of_one(each) for each in (world, replace(world, order=tuple(world.ring[::-1].tolist())))]
+        copied = [replace(each, parts=2) for each in ways[0] if isinstance(each, Copy)]
+        one, other = ([each for each in way if isinstance(each, Round)] for way in ways)
+        return [*copied, *side_by_side(one, other)]
+
+    return {kind: partial(schedule, of_one) for kind, of_one in of_ring.items()}
 
 
-def _butterfly(ranks: np.ndarray, partner: Callable[[int], np.ndarray]) -> list[Round]:
-    """The reduce_scatter of a butterfly among a power of two of ranks; `partner(step)` are positions."""
-    steps = len(ranks).bit_length() - 1
-    return [Round(ranks, ranks[partner(step)], 0.5 ** (step + 1), is_sum=step > 0) for step in range(steps)]
+# Rings
 
 
-def _halving(size: int) -> Callable[[int], np.ndarray]:
-    return lambda step: np.arange(size) ^ size >> (step + 1)
+def _ring_sums(world: World) -> list[Round]:
+    # what is sent first is an input
+    return turns(world.ring, 1, 1.0) + turns(world.ring, world.num_ranks - 2, 1.0, is_sum=True)
+
+
+def _ring_copies(world: World) -> list[Round]:
+    return turns(world.ring, world.num_ranks - 1, 1.0)
+
+
+def _ring_from_root(world: World) -> np.ndarray:
+    return np.roll(world.ring, -int(np.flatnonzero(world.ring == world.root)[0]))
+
+
+def _ring_broadcast(world: World) -> list[Round]:
+    return chain(_ring_from_root(world), 1.0)
+
+
+def _ring_reduce(world: World) -> list[Round]:
+    return summed(chain(np.roll(_ring_from_root(world), -1), 1.0))  # it turns as ever: the root comes last
+
+
+# Butterflies
+
+
+def _power_of_two(num_ranks: int) -> int:
+    if num_ranks & (num_ranks - 1):
+        raise ConfigError(f"wanted a power of two of ranks, got {num_ranks}")
+    return num_ranks
+
+
+def _halving(ranks: np.ndarray) -> list[Round]:
+    return butterfly(ranks, lambda step: np.arange(len(ranks)) ^ len(ranks) >> (step + 1))
+
+
+def _halving_sums(world: World) -> list[Round]:
+    num_ranks = _power_of_two(world.num_ranks)
+    return scaled(_halving(world.ranks), num_ranks)
 
 
 def _fold(folded: Folded) -> list[Round]:
@@ -67,9 +120,8 @@ def _fold(folded: Folded) -> list[Round]:
 
 def _halving_doubling(world: World) -> list[Round]:
     folded = Folded(world.num_ranks)
-    ranks, fold = np.array(folded.ranks), _fold(folded)
-    half = _butterfly(ranks, _halving(len(ranks)))
-    return fold + half + _reversed(half) + _reversed(fold)
+    sums, fold = _halving(np.array(folded.ranks)), _fold(folded)
+    return fold + sums + mirrored(sums) + mirrored(fold)
 
 
 def _recursive_doubling(world: World) -> list[Round]:
@@ -80,94 +132,158 @@ def _recursive_doubling(world: World) -> list[Round]:
         Round(ranks, ranks[positions ^ 1 << step], 1.0, forwards=True, is_sum=step > 0 or bool(fold))
         for step in range(steps)
     ]
-    return fold + exchanges + _reversed(fold)
+    return fold + exchanges + mirrored(fold)
 
 
-def _swing(world: World) -> list[Round]:
-    num_ranks = world.num_ranks
-    if num_ranks & (num_ranks - 1):
-        raise ConfigError(f"wanted a power of two of ranks, got {num_ranks}")
+def _swing_sums(world: World) -> list[Round]:
+    num_ranks = _power_of_two(world.num_ranks)
 
     def partner(step: int) -> np.ndarray:
         return np.array([swing_partner(rank, step, num_ranks) for rank in range(num_ranks)])
 
-    half = _butterfly(np.arange(num_ranks), partner)
-    return half + _reversed(half)
+    return scaled(butterfly(world.ranks, partner), num_ranks)
 
 
-def _all_pairs(groups: np.ndarray, share: float) -> list[Round]:
-    """Everybody to everybody else of the group, groups [number, size]."""
-    size = groups.shape[1]
-    if size > MOST_PAIRED:
-        raise ConfigError(f"all pairs are priced among up to {MOST_PAIRED} ranks, got {size}")
-    if size == 1:
-        return []
-    shifted = [np.roll(groups, -distance, axis=1).ravel() for distance in range(1, size)]
-    src = np.tile(groups.ravel(), size - 1)
-    return [Round(src, np.concatenate(shifted), share)]
+# All pairs
 
 
-def _one_shot(world: World) -> list[Round]:
-    return _all_pairs(np.arange(world.num_ranks)[None], 1.0)
+def _pairs(world: World) -> list[Round]:
+    return all_pairs(world.ranks[None], 1.0)
 
 
-def _two_shot(world: World) -> list[Round]:
-    return 2 * _all_pairs(np.arange(world.num_ranks)[None], 1 / world.num_ranks)
+def _from_root(world: World) -> list[Round]:
+    return to_each(np.array([world.root]), world.ranks[None], 1.0)
 
 
-def _hierarchical(world: World) -> list[Round]:
-    num_ranks, ranks_per_node = world.num_ranks, world.ranks_per_node
-    if num_ranks % ranks_per_node:
-        raise ConfigError(f"wanted nodes of {ranks_per_node} ranks, got {num_ranks} ranks")
-    if num_ranks == ranks_per_node:
-        raise ConfigError("in one node it is two_shot")
-    nodes = np.arange(num_ranks).reshape(-1, ranks_per_node)
-    inside = _all_pairs(nodes, 1 / ranks_per_node)
-    src, dst, turns = nodes.ravel(), np.roll(nodes, -1, axis=0).ravel(), len(nodes) - 1
-    rails = [Round(src, dst, 1 / num_ranks, forwards=True, is_sum=is_sum, repeat=turns) for is_sum in (True, False)]
-    return inside + rails + inside
+def _two_shot_broadcast(world: World) -> list[Round]:
+    """The root gives each rank a block, who gives it to all but the root."""
+    groups = np.tile(world.ranks[world.ranks != world.root], (world.num_ranks, 1))
+    return scaled(_from_root(world) + to_each(world.ranks, groups, 1.0), 1 / world.num_ranks)
 
 
-def _levels(tree: Tree) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(children, their parents) level by level from the tree's root down."""
-    level = [tree]
-    while level:
-        pairs = [(child.rank, parent.rank) for parent in level for child in parent.children]
-        if pairs:
-            children, parents = np.array(pairs).T
-            yield children, parents
-        level = [child for parent in level for child in parent.children]
+def _two_shot_reduce(world: World) -> list[Round]:
+    return mirrored(_two_shot_broadcast(world))  # first inputs travel, then results
 
 
-def _double_binary_tree(world: World) -> list[Round]:
-    levels = [list(_levels(tree)) for tree in two_trees(range(world.num_ranks))]
-    up: list[Round] = []
-    for pairs in zip(*(reversed(each) for each in levels)):
-        children, parents = (np.concatenate(ends) for ends in zip(*pairs))
-        up.append(Round(children, parents, 0.5, forwards=True, is_sum=bool(up)))
-    return up + _reversed(up)
+def _direct(world: World) -> list[Round | Copy]:
+    return [Copy(world.ranks, 1.0), *_pairs(world)]
 
 
-def _pat(world: World) -> list[Round]:
-    num_ranks = world.num_ranks
-    ranks, up = np.arange(num_ranks), list[Round]()
+# Nodes
+
+
+def _node_sums(world: World) -> list[Round]:
+    """All pairs in each node, then rings between nodes, one for each rank of a node."""
+    nodes = world.nodes
+    inside = all_pairs(nodes, len(nodes), len(nodes))
+    return inside + turns(nodes, len(nodes) - 1, 1.0, is_sum=True)
+
+
+def _node_copies(world: World) -> list[Round]:
+    """Along the root's rail, then from each of its ranks to all of its node."""
+    nodes = world.nodes
+    node, local = divmod(world.root, world.ranks_per_node)
+    rail = nodes[:, local]
+    return chain(np.roll(rail, -node), 1.0) + to_each(rail, nodes, 1.0)
+
+
+def _two_level(world: World) -> list[Round | Copy]:
+    """In each node to who has the receiver's number, a block for each node; then a node's blocks along each rail."""
+    nodes = world.nodes
+    number, size = nodes.shape
+    own = Copy(world.ranks, number, number)
+    return [own, *all_pairs(nodes, number, number), *all_pairs(nodes.T, size)]
+
+
+# Trees
+
+
+def _merged(trees: tuple[Tree, ...]) -> list[Round]:
+    """Copies down two trees, each with half of the data in programs of its own."""
+    one, two = ([Round(parents, children, 1.0, forwards=True) for children, parents in levels(tree)] for tree in trees)
+    return side_by_side(one, two)
+
+
+def _tree_allreduce(world: World) -> list[Round]:
+    down = _merged(two_trees(range(world.num_ranks)))
+    return summed(mirrored(down)) + down
+
+
+def _tree_copies(world: World) -> list[Round]:
+    others = [rank for rank in range(world.num_ranks) if rank != world.root]
+    return _merged(tuple(Tree(world.root, (tree,)) for tree in two_trees(others))) if others else []
+
+
+def _pat_sums(world: World) -> list[Round]:
+    num_ranks, ranks, up = world.num_ranks, world.ranks, list[Round]()
     distances = [taker - giver for giver, taker in tree_edges(num_ranks)]
     for distance in dict.fromkeys(reversed(distances)):
         blocks = distances.count(distance)
-        share = blocks / num_ranks
-        up.append(Round(ranks, (ranks - distance) % num_ranks, share, parts=blocks, is_sum=bool(up)))
-    return up + _reversed(up)
+        up.append(Round(ranks, (ranks - distance) % num_ranks, blocks, parts=blocks, is_sum=bool(up)))
+    return up
 
 
-#: rounds of an allreduce, by algorithm
-ALLREDUCE: dict[str, _Schedule] = {
-    "ring": _ring,
-    "double_binary_tree": _double_binary_tree,
-    "recursive_doubling": _recursive_doubling,
-    "halving_doubling": _halving_doubling,
-    "one_shot": _one_shot,
-    "two_shot": _two_shot,
-    "hierarchical": _hierarchical,
-    "pat": _pat,
-    "swing": _swing,
+def _pat_copies(world: World) -> list[Round]:
+    edges = np.array(list(tree_edges(world.num_ranks)), np.int64).reshape(-1, 2)
+    distances = edges[:, 1] - edges[:, 0]
+    down = []
+    for distance in dict.fromkeys(distances.tolist()):
+        givers, takers = (edges[distances == distance].T + world.root) % world.num_ranks
+        down.append(Round(givers, takers, 1.0, forwards=True))
+    return down
+
+
+# Bruck
+
+
+def _powers(num_ranks: int) -> list[int]:
+    return [1 << bit for bit in range((num_ranks - 1).bit_length())]
+
+
+def _bruck_copies(world: World) -> list[Round]:
+    ranks, num_ranks, moves = world.ranks, world.num_ranks, list[Round]()
+    for distance in _powers(num_ranks):
+        blocks = min(distance, num_ranks - distance)
+        moves.append(Round((ranks + distance) % num_ranks, ranks, blocks, parts=min(blocks, 2)))  # they may wrap around
+    return moves
+
+
+def _bruck_alltoall(world: World) -> list[Round | Copy]:
+    ranks, num_ranks, moves = world.ranks, world.num_ranks, list[Round | Copy]()
+    for distance in _powers(num_ranks):
+        ways = [way for way in range(num_ranks) if way & distance]
+        kept = {way: _kept(way, distance) for way in ways}
+        parts = sum(kept[way] != kept.get(way - 1) for way in ways)
+        moves.append(Round(ranks, (ranks + distance) % num_ranks, len(ways), parts))
+    return [*moves, Copy(ranks, num_ranks, num_ranks)]
+
+
+def _kept(way: int, distance: int) -> int:
+    """Which of three buffers has a block with this way to go before it moves by this distance."""
+    moved = (way & distance - 1).bit_count()
+    return min(moved, 2 - moved % 2)
+
+
+_RING = _by_blocks(_ring_sums, _ring_copies) | _rooted(_ring_broadcast, _ring_reduce)
+
+#: rounds by algorithm and collective
+SCHEDULES: dict[str, Mapping[str, _Schedule]] = {
+    "ring": _RING,
+    "bidirectional_ring": _both_ways(_RING),
+    "double_binary_tree": {"allreduce": _tree_allreduce} | _rooted(_tree_copies),
+    "recursive_doubling": {"allreduce": _recursive_doubling},
+    "halving_doubling": _by_blocks(_halving_sums) | {"allreduce": _halving_doubling},
+    "bruck": {"allgather": _by_blocks(_bruck_copies, _bruck_copies)["allgather"], "alltoall": _bruck_alltoall},
+    "one_shot": _by_blocks(_pairs) | _rooted(_from_root) | {"allreduce": _pairs},
+    "two_shot": {"allreduce": _by_blocks(_pairs)["allreduce"]} | _rooted(_two_shot_broadcast, _two_shot_reduce),
+    "hierarchical": _by_blocks(_node_sums) | _rooted(_node_copies),
+    "pat": _by_blocks(_pat_sums) | _rooted(_pat_copies),
+    "swing": _by_blocks(_swing_sums),
+    "direct": {"alltoall": _direct},
+    "two_level": {"alltoall": _two_level},
 }
+
+
+def algorithms_of(kind: str) -> tuple[str, ...]:
+    """The algorithms that do a collective."""
+    return tuple(name for name, schedules in SCHEDULES.items() if kind in schedules)

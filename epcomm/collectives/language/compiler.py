@@ -1,8 +1,9 @@
 """From a traced program to a plan: channels, order, dependencies.
 
-Steps go by depth, the length of the longest chain of steps before them, so that what can go on at once stands side by
-side whatever the order of the program's loops. Channels are chosen so that what is sent first is received first. The
-order is then that of a run with FIFOs of the given depth, so it can't deadlock at that depth.
+Steps go by the number of messages that they wait for one after the other, then by depth, the length of the longest
+chain of steps before them: so what can go on at once stands side by side whatever the order of the program's loops, and
+no rank waits for a later message while it has something to send. Channels are chosen so that what is sent first is
+received first. The order is then that of a run with FIFOs of the given depth, so it can't deadlock at that depth.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _Lane = tuple[int, int]
 _Fifo = tuple[int, int, _Lane]
 
 
-def compile_trace(trace: Trace, channels: int, pieces: int, fifo_depth: int) -> Plan:
+def compile_trace(trace: Trace, channels: int, pieces: int, fifo_depth: int, protocol: str) -> Plan:
     """See `Trace.plan`."""
     for name, value in (("channels", channels), ("pieces", pieces), ("fifo_depth", fifo_depth)):
         if type(value) is not int or value < 1:
@@ -41,7 +42,7 @@ def compile_trace(trace: Trace, channels: int, pieces: int, fifo_depth: int) -> 
     lowering.finish()
     # Channels have nothing to do with each other: one is ordered, and the others are like it.
     nodes = [node for piece in range(pieces) for node in copies(lowering.nodes, piece)]
-    nodes.sort(key=lambda node: (node.depth, node.piece, node.number))
+    nodes.sort(key=lambda node: (node.hops, node.depth, node.piece, node.number))
     for window in (pieces >> shift for shift in range(pieces.bit_length())):
         windows = _windows(nodes, pieces, window)
         lanes = _assign_lanes([node for part in windows for node in part])
@@ -53,7 +54,7 @@ def compile_trace(trace: Trace, channels: int, pieces: int, fifo_depth: int) -> 
     programs = _programs(run, lanes, instances, pieces)
     return Plan(
         trace.name, instances.scaled, programs, _used_scratch(programs), fifo_depth,
-        in_place=trace.in_place, out_of_place=trace.out_of_place,
+        in_place=trace.in_place, out_of_place=trace.out_of_place, protocol=protocol,
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from epcomm.collectives.language.compiler import compile_trace
 from epcomm.collectives.language.operations import Operation, Place
 from epcomm.collectives.plan import BUFFERS, FIFO_DEPTH, Collective, Location, Plan
 from epcomm.errors import ConfigError
+from epcomm.kernels.protocol.lines import SIMPLE
 
 _current: ContextVar[Trace] = ContextVar("trace")
 
@@ -64,15 +65,17 @@ class Trace:
         if any(self._written.get(key, 0) > chunk.made for key in chunk.keys()):
             raise ConfigError(f"{self.name}: {chunk.place} was overwritten since: chunk(...) gives what it holds now")
 
-    def plan(self, *, channels: int = 1, pieces: int = 1, fifo_depth: int = FIFO_DEPTH) -> Plan:
+    def plan(
+        self, *, channels: int = 1, pieces: int = 1, fifo_depth: int = FIFO_DEPTH, protocol: str = SIMPLE
+    ) -> Plan:
         """Compiles the program.
 
         `channels` instances of it run side by side, each on channels of its own and on its part of every chunk, which
         it moves in `pieces`, so that pieces follow one another from rank to rank: all chunk counts are
-        `channels * pieces` times the program's. ConfigError if no order of its steps is found that FIFOs of
-        `fifo_depth` messages don't block.
+        `channels * pieces` times the program's. Messages go by `protocol`: "simple", "ll" or "ll128". ConfigError if no
+        order of its steps is found that FIFOs of `fifo_depth` messages don't block.
         """
-        return compile_trace(self, channels, pieces, fifo_depth)
+        return compile_trace(self, channels, pieces, fifo_depth, protocol)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ none. Scratch has room for the largest in each place.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +29,11 @@ class Chunks:
         """Of all but the last ones."""
         return align_up(-(-self.block_bytes // self.collective.num_chunks), TILE_ALIGNMENT)
 
+    @property
+    def are_equal(self) -> bool:
+        """Do all have as many bytes?"""
+        return self.bytes_at(self.collective.num_chunks - 1) == self.chunk_bytes
+
     def offset(self, buffer: str, chunk: int) -> int:
         if buffer == "scratch":
             return chunk * self.chunk_bytes
@@ -46,8 +51,8 @@ class Chunks:
 def check_sizes(plan: Plan, order: Sequence[Position], chunks: Chunks) -> None:
     """ConfigError if the plan, run in an order, would keep a chunk where a smaller one belongs."""
     num_chunks = plan.collective.num_chunks
-    if chunks.bytes_at(num_chunks - 1) == chunks.chunk_bytes:
-        return  # all have one size
+    if chunks.are_equal:
+        return
     for in_place in plan.placements:
         for position, value, chunk in _kept_values(plan, order, in_place):
             if chunks.bytes_at(value) > chunks.bytes_at(chunk % num_chunks):
@@ -55,6 +60,28 @@ def check_sizes(plan: Plan, order: Sequence[Position], chunks: Chunks) -> None:
                     f"plan {plan.name}: {position} keeps a chunk where a smaller one belongs: wanted a number of bytes "
                     f"that {num_chunks} chunks of whole {TILE_ALIGNMENT} bytes make up, got {chunks.block_bytes}"
                 )
+
+
+def moved_bytes(plan: Plan, order: Sequence[Position], chunks: Chunks) -> dict[Position, list[int]]:
+    """How many bytes of each of its chunks a step moves, for the steps of an order in which the plan runs.
+
+    So many as exist of its source and its destination, and of what it receives: both ends of a message say the same.
+    """
+    found: dict[Position, list[int]] = {}
+    messages: dict[tuple[int, int, int], deque[list[int]]] = defaultdict(deque)
+    for position in order:
+        step = plan.programs[position.rank][position.program].steps[position.step]
+        sizes = [chunks.chunk_bytes] * max(step.count, 1)
+        for location in (step.src, step.dst):
+            if location is not None:
+                there = (chunks.num_bytes(location.buffer, location.offset + place) for place in range(len(sizes)))
+                sizes = [*map(min, sizes, there)]
+        if step.receive_from is not None:
+            sizes = [*map(min, sizes, messages[step.receive_from, position.rank, position.channel].popleft())]
+        if step.send_to is not None:
+            messages[position.rank, step.send_to, position.channel].append(sizes)
+        found[position] = sizes
+    return found
 
 
 def _kept_values(plan: Plan, order: Sequence[Position], in_place: bool) -> Iterator[tuple[Position, int, int]]:

@@ -2,14 +2,15 @@
 
     {"format": "epcomm-plan/1", "name": "ring", "collective": "allgather", "num_ranks": 2, "num_chunks": 1, "root": 0,
      "scratch_chunks": 0, "fifo_depth": 8, "in_place": true, "out_of_place": true,
-     "ranks": [
+     "protocol": "simple", "ranks": [
       [{"channel": 0, "steps": [
         {"op": "copy", "src": ["input", 0], "dst": ["output", 0]},
         {"op": "send", "src": ["input", 0], "to": 1},
         {"op": "recv", "dst": ["output", 1], "from": 1, "after": [[0, 0]]}]}],
       ...
 
-`ranks` has a list of programs for each rank. `count` is 1 unless given; `after` names (program, step) of the same rank.
+`ranks` has a list of programs for each rank. `count` is 1, and `protocol` "simple", unless given; `after` names
+(program, step) of the same rank.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ from typing import Any, TypeVar
 from epcomm.collectives.plan.conditions import Collective
 from epcomm.collectives.plan.plan import Dependency, Location, Op, Plan, Program, Step
 from epcomm.errors import ConfigError
+from epcomm.kernels.protocol.lines import SIMPLE
 
 FORMAT = "epcomm-plan/1"
 T = TypeVar("T")
 
 _HEADER = {"name": str, "collective": str, "num_ranks": int, "num_chunks": int, "root": int, "scratch_chunks": int,
            "fifo_depth": int, "in_place": bool, "out_of_place": bool}  # fmt: skip
+_PROTOCOL = "protocol"  # which plans didn't have from the beginning
 _OPS = {op.value: op for op in Op}
 
 
@@ -48,6 +51,7 @@ def to_json(plan: Plan) -> str:
         "fifo_depth": plan.fifo_depth,
         "in_place": plan.in_place,
         "out_of_place": plan.out_of_place,
+        _PROTOCOL: plan.protocol,
     }
     ranks = ",\n".join(
         "  [" + ",\n   ".join(_program_text(program) for program in programs) + "]" for programs in plan.programs
@@ -112,7 +116,8 @@ def from_json(text: str, where: str = "plan") -> Plan:
 
 
 def _plan(where: str, document: _Located) -> Plan:
-    _check_names(document, ["format", *_HEADER, "ranks"], ["format", *_HEADER, "ranks"])
+    needed = ["format", *_HEADER, "ranks"]
+    _check_names(document, needed, [*needed, _PROTOCOL])
     if document["format"] != FORMAT:
         raise ConfigError(f"`format`: wanted {FORMAT!r}, got {_shown(document['format'])}")
     header = {name: _typed(name, document[name], kind) for name, kind in _HEADER.items()}
@@ -124,6 +129,7 @@ def _plan(where: str, document: _Located) -> Plan:
     return Plan(
         header["name"], collective, programs, header["scratch_chunks"], header["fifo_depth"],
         in_place=header["in_place"], out_of_place=header["out_of_place"],
+        protocol=_typed(_PROTOCOL, document.get(_PROTOCOL, SIMPLE), str),
     )  # fmt: skip
 
 

@@ -10,18 +10,21 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections import defaultdict
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from epcomm.collectives.plan.chunks import Chunks, check_sizes
+from epcomm.collectives.plan.chunks import Chunks, check_sizes, moved_bytes
+from epcomm.collectives.plan.fifos import FifoMemory, Fifos
 from epcomm.collectives.plan.graph import Graph
+from epcomm.collectives.plan.local_order import local_order
 from epcomm.collectives.plan.plan import BUFFERS, Plan, Position, Step
 from epcomm.collectives.plan.verify import Proof, execution_order, verify
 from epcomm.errors import ConfigError
 from epcomm.heap.layout import align_up
+from epcomm.kernels.protocol import lines
 from epcomm.kernels.protocol import plans as protocol
 
 _MOST_ROWS = 1 << protocol.DONE_BITS
@@ -52,25 +55,16 @@ def prove(plan: Plan) -> ProvenPlan:
     return ProvenPlan(plan, proof, tuple(map(graph.position, order.tolist())), fingerprint)
 
 
-@dataclass(frozen=True)
-class Fifos:
-    """Where the FIFOs of `size` ranks are, in every rank's segment: offsets of the words, and of the slots' bytes."""
-
-    size: int
-    words: int
-    slots: int
-    num_bytes: int
-
-
 def lower(
-    proven: ProvenPlan, rank: int, num_workers: int, block_bytes: int, fifos: Fifos, has_finish: bool = False
+    proven: ProvenPlan, rank: int, num_workers: int, block_bytes: int, memory: FifoMemory, has_finish: bool = False
 ) -> np.ndarray:
     """The table of a rank, int64. `block_bytes`: of the collective's unit. `has_finish`: results are sums to finish.
 
-    ConfigError if the plan has too many channels, FIFOs or chunks for these ranks' memory, or if its chunks would
-    differ in size and it keeps one where a smaller one belongs.
+    ConfigError if the plan has too many channels, FIFOs or chunks for these ranks' memory, messages in lines between
+    nodes, or chunks of several sizes of which it keeps one where a smaller one belongs.
     """
-    return _Lowering(proven, rank, num_workers, Chunks(proven.plan.collective, block_bytes), fifos, has_finish).table()
+    chunks, fifos = Chunks(proven.plan.collective, block_bytes), Fifos(proven.plan, memory)
+    return _Lowering(proven, rank, num_workers, chunks, fifos, has_finish).table()
 
 
 def scratch_bytes(plan: Plan, block_bytes: int) -> int:
@@ -86,7 +80,9 @@ class _Lowering:
         self._num_workers, self._has_finish = num_workers, has_finish
         self._order = [position for position in proven.order if position.rank == rank]
         check_sizes(self._plan, proven.order, chunks)
-        self._slot_bytes, self._incoming = self._slots()
+        self._moved = {} if chunks.are_equal else moved_bytes(self._plan, proven.order, chunks)
+        has_lines = self._plan.protocol in lines.IN_LINES
+        self._local_order = local_order(self._plan, rank, self._order) if has_lines else {}
         self._num_tiles, self._tile_bytes = self._tiles()
         self._rows: list[list[list[Any]]] = [[] for _ in range(num_workers)]  # with ends instead of FIFOs' places
         self._done_at: dict[tuple[int, int], int] = {}  # (program, step): rows of its worker that are done then
@@ -114,22 +110,23 @@ class _Lowering:
         rows = self._rows[worker]
         receive = self._message(worker, False, step.receive_from, position.channel)
         send = self._message(worker, True, step.send_to, position.channel)
-        after = [(other % self._num_workers, self._done_at[other, at]) for other, at in step.after]
-        after = [(other, num_done) for other, num_done in after if other != worker]
-        self._after.append(after)
-        count = max(step.count, 1)
-        for place in range(count):
+        after: dict[int, int] = {}
+        for program, at in {*step.after, *self._local_order.get(position, ())}:
+            if (other := program % self._num_workers) != worker:
+                after[other] = max(self._done_at[program, at], after.get(other, 0))
+        self._after.append([*after.items()])
+        moved = self._moved.get(position) or [self._chunks.chunk_bytes] * max(step.count, 1)
+        for place, num_bytes in enumerate(moved):
             flags = step.op.flags
-            flags |= protocol.IS_FIRST * (place == 0) | protocol.IS_LAST * (place == count - 1)
+            flags |= protocol.IS_FIRST * (place == 0) | protocol.IS_LAST * (place == len(moved) - 1)
             flags |= protocol.IS_FINAL * ((position, place) in final)
-            operands, num_bytes = [], self._chunks.chunk_bytes
+            operands = []
             for location in (step.src, step.dst):
                 if location is None:
                     operands += [0, 0]
                     continue
                 buffer, chunk = location.buffer, location.offset + place
                 operands += [BUFFERS.index(buffer), self._chunks.offset(buffer, chunk)]
-                num_bytes = min(num_bytes, self._chunks.num_bytes(buffer, chunk))
             rows.append([flags, num_bytes, *operands, place, *receive, *send, len(self._after) - 1, len(after)])
         self._done_at[position.program, position.step] = len(rows)
 
@@ -178,30 +175,13 @@ class _Lowering:
     def _error(self, problem: str) -> ConfigError:
         return ConfigError(f"plan {self._plan.name}: {problem}")
 
-    def _slots(self) -> tuple[int, dict[tuple[int, int, int], int]]:
-        """(bytes of a slot, number of each FIFO in its receiver's memory by (receiver, sender, channel))."""
-        fifos = {
-            (position.rank, step.receive_from, position.channel)
-            for position, step in self._plan.steps()
-            if step.receive_from is not None
-        }
-        if self._plan.num_channels > protocol.MAX_CHANNELS:
-            raise self._error(f"wanted at most {protocol.MAX_CHANNELS} channels, got {self._plan.num_channels}")
-        incoming: dict[tuple[int, int, int], int] = {}
-        num_fifos: dict[int, int] = defaultdict(int)
-        for fifo in sorted(fifos):
-            incoming[fifo] = num_fifos[fifo[0]]
-            num_fifos[fifo[0]] += 1
-        num_slots = max(num_fifos.values(), default=1) * self._plan.fifo_depth
-        return min(protocol.MAX_SLOT_BYTES, self._fifos.num_bytes // num_slots) & -protocol.TILE_ALIGNMENT, incoming
-
     def _tiles(self) -> tuple[int, int]:
         """(number of tiles, bytes of each chunk in one)."""
         chunk_bytes = self._chunks.chunk_bytes
         largest = max((step.count for _, step in self._plan.steps() if step.op.sends), default=1)
-        most = self._slot_bytes // largest & -protocol.TILE_ALIGNMENT
+        most = lines.data_bytes(self._plan.protocol, self._fifos.slot_bytes // largest) & -protocol.TILE_ALIGNMENT
         if most == 0:
-            slot = f"slots of {self._slot_bytes} bytes"
+            slot = f"slots of {self._fifos.slot_bytes} bytes"
             raise self._error(f"its FIFOs have {slot}, too few for {largest} chunks: wanted fewer FIFOs or less depth")
         num_tiles = -(-chunk_bytes // most)
         return num_tiles, align_up(-(-chunk_bytes // num_tiles), protocol.TILE_ALIGNMENT) if num_tiles else most
@@ -216,7 +196,10 @@ class _Lowering:
         fifo_at = {end: first_fifo + protocol.FIFO_WORDS * place for place, end in enumerate(by_worker)}
         after_at = first_after + protocol.AFTER_WORDS * np.cumsum([0, *map(len, self._after)])
         awaited = {entry for after in self._after for entry in after}
-        words = [self._num_tiles, self._tile_bytes, self._slot_bytes, self._plan.fifo_depth, self._fifos.words]
+        way, memory = self._plan.protocol, self._fifos.memory
+        words = [self._num_tiles, self._tile_bytes, self._fifos.slot_bytes, self._plan.fifo_depth, memory.words]
+        words += [lines.PROTOCOLS.index(way), lines.message_bytes(way, self._tile_bytes), self._num_flags()]
+        words += [memory.flag_counts[way], memory.slots[way], memory.num_bytes[way]]
         row_at, at = first_row, first_fifo
         for worker in range(self._num_workers):
             num_fifos = sum(owner == worker for owner, _ in self._ends.values())
@@ -231,16 +214,14 @@ class _Lowering:
                 row[protocol.FIRST_AFTER] = after_at[row[protocol.FIRST_AFTER]]
                 words += row
         for end in by_worker:
-            words += self._fifo(end)
+            words += self._fifos.record(self._rank, *end, self._ends[end][1])
         words += [word for after in self._after for worker, done in after for word in (worker, num_rows[worker], done)]
         return np.array(words, np.int64)
 
-    def _fifo(self, end: _End) -> list[int]:
-        """The record of one end of a FIFO."""
-        (is_sending, peer, channel), size = end, self._fifos.size
-        src, dst = (self._rank, peer) if is_sending else (peer, self._rank)
-        sent = protocol.sent_word(self._fifos.words, size, channel, src)
-        taken = protocol.taken_word(self._fifos.words, size, channel, dst)
-        slots = self._incoming[dst, src, channel] * self._plan.fifo_depth * self._slot_bytes
-        count = (is_sending * protocol.MAX_CHANNELS + channel) * size + peer
-        return [peer, sent, taken, self._fifos.slots + slots, self._ends[end][1], count]
+    def _num_flags(self) -> int:
+        """As many as the longest FIFO, of all ranks, has messages; none if they have no flags."""
+        if self._plan.protocol not in lines.IN_LINES:
+            return 0
+        sends = ((position, step.send_to) for position, step in self._plan.steps() if step.op.sends)
+        num_messages = Counter((position.rank, peer, position.channel) for position, peer in sends)
+        return self._num_tiles * max(num_messages.values(), default=0)

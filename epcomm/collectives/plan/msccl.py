@@ -19,6 +19,7 @@ from epcomm.collectives.plan.conditions import COLLECTIVES, Collective
 from epcomm.collectives.plan.msccl_programs import split_by_peers
 from epcomm.collectives.plan.plan import BUFFERS, FIFO_DEPTH, Dependency, Location, Op, Plan, Program, Step
 from epcomm.errors import ConfigError
+from epcomm.kernels.protocol.lines import LL, LL128, SIMPLE
 from epcomm.xml_elements import Element, parse_xml
 
 _OP_OF_TYPE = {
@@ -30,6 +31,8 @@ _BUFFER_OF_LETTER = {buffer[0]: buffer for buffer in BUFFERS}
 #: MSCCL's names of collectives that have another one here.
 _KIND_OF_COLL = {"reducescatter": "reduce_scatter", "reduce_scatter": "reduce_scatter"}
 _COLL_OF_KIND = {"reduce_scatter": "reducescatter"}
+_PROTO_OF_PROTOCOL = {SIMPLE: "Simple", LL: "LL", LL128: "LL128"}
+_PROTOCOL_OF_PROTO = {proto: protocol for protocol, proto in _PROTO_OF_PROTOCOL.items()}
 
 
 def from_msccl(
@@ -54,12 +57,15 @@ def from_msccl(
     kind = _KIND_OF_COLL.get(coll, coll)
     if kind not in COLLECTIVES:
         algo.wrong(f"coll: wanted one of {', '.join(COLLECTIVES)}, got {coll!r}")
+    if (proto := algo.text("proto", "Simple")) not in _PROTOCOL_OF_PROTO:
+        algo.wrong(f"proto: wanted one of {', '.join(_PROTOCOL_OF_PROTO)}, got {proto!r}")
     collective = Collective(kind, num_ranks, _num_chunks(algo, kind, gpus[root]), root)
     programs = tuple(_programs(gpus[rank], local_operand) for rank in range(num_ranks))
     scratch = max(gpu.integer("s_chunks", 0) for gpu in gpus.values())
     return Plan(
-        algo.text("name"), collective, programs, scratch, fifo_depth, in_place=in_place, out_of_place=out_of_place
-    )
+        algo.text("name"), collective, programs, scratch, fifo_depth, in_place=in_place, out_of_place=out_of_place,
+        protocol=_PROTOCOL_OF_PROTO[proto],
+    )  # fmt: skip
 
 
 def _num_chunks(algo: Element, kind: str, gpu: Element) -> int:
@@ -120,16 +126,17 @@ def _location(step: Element, end: str) -> Location:
     return Location(_BUFFER_OF_LETTER[letter], step.integer(f"{end}off"))
 
 
-def to_msccl(plan: Plan, *, protocol: str = "Simple", min_bytes: int = 0, max_bytes: int = 0) -> str:
+def to_msccl(plan: Plan, *, min_bytes: int = 0, max_bytes: int = 0) -> str:
     """The plan as an MSCCL document, of local operands as the executor reads them.
 
-    `protocol`: Simple, LL or LL128; `min_bytes`, `max_bytes`: the sizes an executor is to take it for (0: no limit).
+    `min_bytes`, `max_bytes`: the sizes an executor is to take it for (0: no limit).
     Programs with several peers become several <tb>; ConfigError naming the step if that can't be (MSCCL has one peer to
     send to and one to receive from).
     """
     collective, split = plan.collective, split_by_peers(plan)
     lines = [
-        f'<algo name="{_escaped(plan.name)}" proto="{protocol}" nchannels="{plan.num_channels}" '
+        f'<algo name="{_escaped(plan.name)}" proto="{_PROTO_OF_PROTOCOL[plan.protocol]}" '
+        f'nchannels="{plan.num_channels}" '
         f'nchunksperloop="{max(collective.input_chunks(collective.root), collective.output_chunks(collective.root))}" '
         f'ngpus="{plan.num_ranks}" coll="{_COLL_OF_KIND.get(collective.kind, collective.kind)}" '
         f'inplace="{int(plan.in_place)}" outofplace="{int(plan.out_of_place)}" '

@@ -5,7 +5,8 @@ from one rank to another over one channel arrive in the order in which they were
 `fifo_depth` of them: a send waits for a free slot, a receive for a message. On each side one program at most uses a
 FIFO. A step's source and destination are the same chunks or have none in common. It starts when the steps it names in
 `after`, all of its own rank, are complete. Offsets and counts are in chunks; how many elements a chunk has is not the
-plan's business.
+plan's business. Its `protocol`, how a receiver knows that a message is there (`kernels.protocol.lines`), is for those
+who run or price it: nothing that is proven depends on it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import NamedTuple
 
 from epcomm.collectives.plan.conditions import Collective
 from epcomm.errors import ConfigError
+from epcomm.kernels.protocol.lines import PROTOCOLS, SIMPLE
 
 BUFFERS = ("input", "output", "scratch")
 #: NCCL's number of slots per connection (NCCL_STEPS).
@@ -148,6 +150,7 @@ class Plan:
     fifo_depth: int = FIFO_DEPTH
     in_place: bool = True
     out_of_place: bool = True
+    protocol: str = SIMPLE
 
     def __post_init__(self) -> None:
         if len(self.programs) != self.num_ranks:
@@ -157,6 +160,9 @@ class Plan:
                 raise ConfigError(f"plan {self.name}: {name}: wanted at least {least}, got {getattr(self, name)}")
         if not (self.in_place or self.out_of_place):
             raise ConfigError(f"plan {self.name}: it has to be in place, out of place, or both")
+        if self.protocol not in PROTOCOLS:
+            wanted = f"wanted one of {', '.join(PROTOCOLS)}"
+            raise ConfigError(f"plan {self.name}: protocol: {wanted}, got {self.protocol!r}")
 
     @property
     def num_ranks(self) -> int:
@@ -169,7 +175,8 @@ class Plan:
     def _hash(self) -> int:
         """Computed once: bound operations are looked up by their plan."""
         try:
-            return hash((self.name, self.collective, self.programs, self.scratch_chunks, self.fifo_depth))
+            shape = self.scratch_chunks, self.fifo_depth, self.protocol
+            return hash((self.name, self.collective, self.programs, *shape))
         except TypeError:
             wanted = "wanted tuples throughout, so that it can't change"
             raise ConfigError(f"plan {self.name}: {wanted}; got lists") from None

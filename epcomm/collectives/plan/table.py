@@ -22,7 +22,8 @@ def print_plan(plan: Plan, console: Console | None = None) -> bool:
             place += f" (program {position.program})"
         after = ", ".join(f"{program}:{number}" for program, number in step.after)
         table.add_row(str(position.rank), place, str(position.step), escape(str(step)), after)
-    _print(console, f"{plan.name}: {plan.collective}, {placements}, {plan.scratch_chunks} chunks of scratch")
+    memory = f"{plan.scratch_chunks} chunks of scratch"
+    _print(console, f"{plan.name}: {plan.collective}, {placements}, {memory}, protocol {plan.protocol}")
     console.print(table)
     return print_verdict(plan, console)
 

@@ -76,21 +76,27 @@ def set_word(typingctx, block, index, value):
     return types.void(types.int64, types.int64, types.int64), codegen
 
 
-@intrinsic
-def load_acquire(typingctx, address):
-    def codegen(context, builder, signature, args):
-        return builder.load_atomic(pointer(builder, args[0], I64), "acquire", 8)
+def _atomic_load_store(load_order: str, store_order: str) -> tuple[Any, Any]:
+    @intrinsic
+    def load(typingctx, address):
+        def codegen(context, builder, signature, args):
+            return builder.load_atomic(pointer(builder, args[0], I64), load_order, 8)
 
-    return types.int64(types.int64), codegen
+        return types.int64(types.int64), codegen
+
+    @intrinsic
+    def store(typingctx, address, value):
+        def codegen(context, builder, signature, args):
+            builder.store_atomic(args[1], pointer(builder, args[0], I64), store_order, 8)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64), codegen
+
+    return load, store
 
 
-@intrinsic
-def store_release(typingctx, address, value):
-    def codegen(context, builder, signature, args):
-        builder.store_atomic(args[1], pointer(builder, args[0], I64), "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
+load_acquire, store_release = _atomic_load_store("acquire", "release")
+load_relaxed, store_relaxed = _atomic_load_store("monotonic", "monotonic")  # whole, and in no order with others
 
 
 def _read_modify_write(operation: str) -> Any:

@@ -20,6 +20,8 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 #: how often a waiter looks at its word before it looks at the abort word, which is in the host's memory
 POLLS = tl.constexpr(1 if INTERPRETED else 64)
+#: whether a warp's `store_pairs` to a line of 128 bytes, and its `load_pairs`, move it by one instruction
+WHOLE_LINES = tl.constexpr(not INTERPRETED)
 
 if INTERPRETED:
     from triton.runtime.interpreter import InterpretedFunction, TensorHandle
@@ -47,6 +49,18 @@ if INTERPRETED:
     def opaque(value: Any) -> Any:
         """The same int64."""
         return value
+
+    @device
+    def store_pairs(addresses, low, high, mask):
+        """Writes two 64-bit words each, none of them torn. (The interpreter copies 8 bytes at a time.)"""
+        tl.store(addresses.to(tl.pointer_type(tl.int64)), low, mask=mask)
+        tl.store((addresses + 8).to(tl.pointer_type(tl.int64)), high, mask=mask)
+
+    @device
+    def load_pairs(addresses):
+        """Two 64-bit words each, none of them torn."""
+        low = tl.load(addresses.to(tl.pointer_type(tl.int64)))
+        return low, tl.load((addresses + 8).to(tl.pointer_type(tl.int64)))
 
     def fence_system() -> None:
         """Nothing: interpreted ranks and their network are threads of CPUs, which synchronise by themselves."""
@@ -101,3 +115,27 @@ else:
         return core.inline_asm_elementwise(
             "fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=core.int32, is_pure=False, pack=1, _semantic=_semantic
         )
+
+    @core.extern
+    def _store_pairs(addresses: Any, low: Any, high: Any, mask: Any, _semantic: Any = None) -> Any:
+        text = (
+            "{ .reg .pred p; setp.ne.s32 p, $4, 0; "
+            "@p st.relaxed.sys.global.v2.b64 [$1], {$2, $3}; mov.u32 $0, 0; }"
+        )
+        args = [addresses, low, high, mask]
+        return core.inline_asm_elementwise(
+            text, "=r,l,l,l,r", args, dtype=core.int32, is_pure=False, pack=1, _semantic=_semantic
+        )
+
+    @triton.jit
+    def store_pairs(addresses, low, high, mask):
+        """Writes two 64-bit words each, none of them torn, by one access of 16 bytes."""
+        _store_pairs(addresses, low, high, mask.to(tl.int32))
+
+    @core.extern
+    def load_pairs(addresses: Any, _semantic: Any = None) -> Any:
+        """Two 64-bit words each, none of them torn, by one access of 16 bytes."""
+        return core.inline_asm_elementwise(
+            "ld.relaxed.sys.global.v2.b64 {$0, $1}, [$2];", "=l,=l,l", [addresses], dtype=(core.int64, core.int64),
+            is_pure=False, pack=1, _semantic=_semantic,
+        )  # fmt: skip

@@ -51,6 +51,17 @@ def store_float(address, value):
 
 
 @device
+def load_words(addresses, mask):
+    """Words at a tile of addresses, 0 where there is no mask."""
+    return tl.load(addresses.to(tl.pointer_type(tl.int64)), mask=mask, other=0)
+
+
+@device
+def store_words(addresses, values, mask):
+    tl.store(addresses.to(tl.pointer_type(tl.int64)), values, mask=mask)
+
+
+@device
 def load_acquire(address):
     """A word that another program or rank raises, and after it all that was written before it was raised."""
     return tl.atomic_add(address.to(tl.pointer_type(tl.int64)), tl.cast(0, tl.int64), sem="acquire", scope="sys")

@@ -26,6 +26,7 @@ _SYSTEM_FENCE = re.compile(r"\sfence\.(?:acq_rel|sc)\.sys;")
 _LABEL = re.compile(r"\$L__BB\w+:")  # others mark lines for debuggers
 _WRITE = re.compile(r"\s(?:st|atom|red)\.(?!param|local)")
 _ORDERS = {"acquire", "release", "acq_rel", "sc"}
+_SPACES = "global|shared|param|const|local|async"
 _SCOPES = {"cta", "cluster", "gpu", "sys"}
 
 _ASSIGNMENT = re.compile(r"\s*(%[\w#:]+)(?:, %[\w#:]+)* = \"?([\w.]+)\"?\s*(.*)")
@@ -136,7 +137,7 @@ def unreleased_puts(ptx: str) -> int:
 
 def generic_accesses(ptx: str) -> int:
     """Loads and stores without a state space: none of them would be counted by `accesses`."""
-    return len(re.findall(r"\s(?:ld|st|atom|red)\.(?!global|shared|param|const|local|async)[\w.:]+\s", ptx))
+    return len(re.findall(rf"\s(?:ld|st|atom|red)\.(?![\w.:]*\b(?:{_SPACES})\b)[\w.:]+\s", ptx))
 
 
 def multimem_instructions(ptx: str) -> tuple[str, ...]:

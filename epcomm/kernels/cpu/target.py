@@ -89,6 +89,9 @@ class CpuTarget:
     def multicast(self, segment: SymmetricSegment) -> int:
         return 0
 
+    def moves_whole_lines(self, segment: SymmetricSegment) -> bool:
+        return True
+
     def barrier(self) -> Kernel:
         return barrier
 
@@ -112,7 +115,9 @@ class CpuTarget:
     def plan_workers(self, num_programs: int) -> int:
         return num_programs
 
-    def execute_plan(self, args: np.ndarray, reduction_of: tuple[torch.dtype, str] | None) -> Kernel:
+    def execute_plan(
+        self, args: np.ndarray, reduction_of: tuple[torch.dtype, str] | None, protocol: str
+    ) -> Kernel:
         if reduction_of is not None:
             dtype, op = reduction_of
             args[collectives.REDUCE] = reduction(dtype, sum_of(op)).address

@@ -14,6 +14,7 @@ from epcomm.device.gpu.compile import Kernel
 from epcomm.kernels.gpu.target import GpuKernels
 from epcomm.kernels.protocol import collectives
 from epcomm.kernels.protocol.arithmetic import COMBINE_FORMS, ROW_SUM_DTYPES, SWITCH_DTYPES, SWITCH_OPS, supported_ops
+from epcomm.kernels.protocol.lines import IN_LINES, PROTOCOLS, SIMPLE
 
 _BF16, _F16, _F32, _F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 _INTEGERS = tuple(getattr(torch, f"{sign}int{bits}") for bits in (8, 16, 32, 64) for sign in ("", "u"))
@@ -95,11 +96,13 @@ def _network_arms(network: str, everything: bool) -> Iterator[Kernel]:
     yield from (kernels.barrier(), kernels.send(), kernels.recv())
     yield from (kernels.exchange(_block(), None, True), kernels.exchange(_block(root=0), None, True))
     yield kernels.reduce(_block(), "rails", _BF16, "sum")
+    yield kernels.execute_plan(_NOTHING, (_BF16, "sum"), SIMPLE)
     if everything:
         yield from _expert_parallel_arms(kernels, QUANTIZED, COMBINES, QUANTIZED_COMBINES, False)
         yield kernels.reduce(_block(), "rails", _F32, "sum")
         yield kernels.reduce(_block(are_alone=True), "rails", _BF16, "sum")
         yield kernels.exchange(_block(), (_BF16, "sum"), True)
+        yield kernels.execute_plan(_NOTHING, None, SIMPLE)
     else:
         yield from (kernels.exchange_counts(256, 8), kernels.dispatch(256, 8, False))
         by_rank = kernels.combine(_NOTHING, COMBINES[0], 8, True, None)
@@ -131,9 +134,12 @@ def _arms(
     for reduction in reductions if everything else reductions[::5]:
         yield from (kernels.reduce(_block(are_alone=alone), "rails", *reduction) for alone in (False, True))
         yield kernels.exchange(_block(), reduction, True)
-    yield kernels.execute_plan(_NOTHING, None)
+    for way in PROTOCOLS:
+        yield kernels.execute_plan(_NOTHING, None, way)
     for reduction in reductions if everything else reductions[::8]:
-        yield kernels.execute_plan(_NOTHING, reduction)
+        yield kernels.execute_plan(_NOTHING, reduction, SIMPLE)
+    for reduction, way in itertools.product(reductions if everything else reductions[:1], IN_LINES):
+        yield kernels.execute_plan(_NOTHING, reduction, way)
     for dtype, op in itertools.product(SWITCH_DTYPES, SWITCH_OPS):
         yield kernels.reduce(_NOTHING, "multimem", dtype, op)
 

@@ -160,6 +160,10 @@ class CudaTarget(GpuTarget):
     def multicast(self, segment: CudaSegment | SymmetricCudaSegment | NetworkSegment) -> int:
         return segment.multicast
 
+    def moves_whole_lines(self, segment: CudaSegment | SymmetricCudaSegment | NetworkSegment) -> bool:
+        """Where all ranks are on one GPU, or NVLink's switch joins them. (Whether links without one do isn't asked.)"""
+        return segment.multicast != 0 or (self._group is not None and self._group.is_one_gpu)
+
     def owned_memory(self, num_bytes: int) -> LentMemory:
         return LentMemory(torch.empty(num_bytes, dtype=torch.uint8, device=self.device), None)
 

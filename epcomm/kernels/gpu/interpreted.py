@@ -74,8 +74,11 @@ class InterpretedTarget(GpuTarget):
     def plan_workers(self, num_programs: int) -> int:
         return 1  # programs run one after the other, and those of a plan wait for each other: one does all, in order
 
-    def execute_plan(self, args: np.ndarray, reduction: tuple[torch.dtype, str] | None) -> Kernel:
-        return super().execute_plan(args, reduction).on_programs(one)
+    def moves_whole_lines(self, segment: SymmetricSegment) -> bool:
+        return True  # flags are stored after the data: see `flagged_lines`
+
+    def execute_plan(self, args: np.ndarray, reduction: tuple[torch.dtype, str] | None, protocol: str) -> Kernel:
+        return super().execute_plan(args, reduction, protocol).on_programs(one)
 
     def start(self, num_programs: int, control_regions: Sequence[Mapping], num_bytes: int) -> None:
         pass

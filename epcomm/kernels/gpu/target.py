@@ -64,9 +64,10 @@ class GpuKernels:
     def plan_workers(self, num_programs: int) -> int:
         return num_programs
 
-    def execute_plan(self, args: np.ndarray, reduction: tuple[torch.dtype, str] | None) -> Kernel:
+    def execute_plan(self, args: np.ndarray, reduction: tuple[torch.dtype, str] | None, protocol: str) -> Kernel:
         constants = NO_REDUCTION if reduction is None else reduction_constants(*reduction)
-        return execute_plan.made_for(**constants, FINISHES=reduction is not None and has_finish(reduction[1]))
+        finishes = reduction is not None and has_finish(reduction[1])
+        return execute_plan.made_for(**constants, FINISHES=finishes, PROTOCOL=protocol, NETWORK=self.network)
 
     def send(self) -> Kernel:
         return send.made_for(NETWORK=self.network)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from epcomm.device.control import LINE, control_region_bytes
 from epcomm.heap.layout import Layout
+from epcomm.kernels.protocol.lines import LINES_BYTES
 from epcomm.kernels.protocol.plans import plan_word_lines
 
 ONE_SHOT_BYTES = 32 << 10  # larger messages go in two shots, where they cost less traffic
@@ -21,6 +22,7 @@ NUM_SLOTS = 4
 PIECE_BYTES = 64 << 10  # of a point-to-point message
 INBOX_NUM_SLOTS = 4
 PIECES_PER_HOP = 4  # of a broadcast of middle size: a chain of nodes is full for most of the time
+DEPARTURES_BYTES = 2 << 20  # of plans, per channel: depth 2 and slots of 256 KiB for four peers
 PARTIAL_BYTES = 2 * CHUNK_BYTES  # of one node's partial result of a chunk: sums of 16-bit floats are float32
 
 # ---- parameter block: words that every call sets, then (from 7) those that binding sets
@@ -36,8 +38,9 @@ PARTIAL_SCALE = 15  # rails: bytes of a partial result per byte of the message
 ARE_ALONE = 16  # rails: 1 if every node has one rank, whose input is its node's partial result
 NUM_SHARES = 17  # rails: in how many shares nodes finish a part, each node its own; 1: each node finishes all of it
 KEPT_OFFSET, KEPT_BYTES = 18, 19  # rails: which bytes of the result this rank gets
-COUNTS, DONE, SCRATCH = 20, 21, 22  # plans: addresses: counts of messages, words of programs (a line each), chunks
-NUM_WORDS = 23
+# plans: addresses: counts of messages and flags, words of programs (a line each), chunks, stages of programs
+COUNTS, DONE, SCRATCH, STAGES = 20, 21, 22, 23
+NUM_WORDS = 24
 # rows of an exchange's table: byte offsets in x and out, and byte counts, by peer
 SEND_OFFSET, SEND_BYTES, RECEIVE_OFFSET, RECEIVE_BYTES = range(4)
 
@@ -88,6 +91,7 @@ class CollectiveRegions:
     pushed: int  # [channels, NUM_PUSHED, size] lines
     message_sent: int  # [size] lines, one per sender
     message_taken: int  # [size] lines, one per receiver
+    plan_words: int  # see `plans`
     one_shot_flags: int  # [2] lines by epoch parity
     tiny: int  # [2] lines by epoch parity: flag, then up to TINY_BYTES
     one_shot: int  # [2, ONE_SHOT_BYTES] by epoch parity
@@ -99,9 +103,13 @@ class CollectiveRegions:
     inbox: int  # [size, INBOX_BYTES], one per sender
     outbox: int  # [size, INBOX_BYTES], one per receiver
     copies: int  # staging of data movement by copies
-    plan_words: int  # see `plans`
     fifos: int  # [fifo_bytes], of plans: the rings above
     fifo_bytes: int
+    departures: int  # [departures_bytes], of plans: what is put to other nodes
+    departures_bytes: int
+    ll: int  # [lines_bytes], of plans: FIFOs of messages in words with flags, see `lines`
+    ll128: int  # [lines_bytes], in lines with flags
+    lines_bytes: int
     size: int  # of the whole segment
 
     @property
@@ -121,12 +129,14 @@ def collective_regions(
     layout = Layout()
     layout.add("control", control_region_bytes(size))
     spans, slots = num_nodes > 1, num_channels * NUM_SLOTS
+    lines_bytes, departures_bytes = (not spans) * num_channels * LINES_BYTES, spans * num_channels * DEPARTURES_BYTES
     regions = dict(
         barrier=layout.add("barrier", size * LINE, LINE),
         words=layout.add("words", num_channels * CHANNEL_WORDS * LINE, LINE),
         pushed=layout.add("pushed", spans * num_channels * NUM_PUSHED * size * LINE, LINE),
         message_sent=layout.add("message_sent", size * LINE, LINE),
         message_taken=layout.add("message_taken", size * LINE, LINE),
+        plan_words=layout.add("plan_words", plan_word_lines(size, num_nodes) * LINE, LINE),
         one_shot_flags=layout.add("one_shot_flags", 2 * LINE, LINE),
         tiny=layout.add("tiny", 2 * LINE, LINE),
         one_shot=layout.add("one_shot", 2 * ONE_SHOT_BYTES),
@@ -138,8 +148,13 @@ def collective_regions(
         inbox=layout.add("inbox", size * INBOX_BYTES),
         outbox=layout.add("outbox", spans * size * INBOX_BYTES),
         copies=layout.add("copies", copy_bytes),
-        plan_words=layout.add("plan_words", (not spans) * plan_word_lines(size) * LINE, LINE),
+        departures=layout.add("departures", departures_bytes),
+        ll=layout.add("ll", lines_bytes),
+        ll128=layout.add("ll128", lines_bytes),
     )
     # Nobody is in another collective when a plan's messages are sent, and none of them is left when it ends.
     fifos, end = regions["staged"], regions["sent"] + slots * CHUNK_BYTES
-    return CollectiveRegions(**regions, fifos=fifos, fifo_bytes=end - fifos, size=layout.size)
+    return CollectiveRegions(
+        **regions, fifos=fifos, fifo_bytes=end - fifos, departures_bytes=departures_bytes, lines_bytes=lines_bytes,
+        size=layout.size,
+    )  # fmt: skip

@@ -7,7 +7,9 @@ beyond the bytes that exist of a chunk here is neither read nor written.
 A FIFO leads from one rank to another on one channel. Its slots are in the receiver's segment, and so is the word SENT,
 which the sender raises; TAKEN, which the receiver raises, is in the sender's. They count messages over the whole life
 of the communicator (generation in the top bits); FIFOs are empty between operations, so each plan may lay its slots out
-anew.
+anew. To a rank that load and store don't reach a message is put from a slot like it among the sender's *departures*,
+which nothing but plans writes to. With the protocols "ll" and "ll128" messages have flags in them, and SENT isn't used:
+see `lines`.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 from epcomm.device.control import LINE
 
 MAX_CHANNELS = 64  # of a plan: NCCL's (MAXCHANNELS), which others' plans are made for
+NETWORK_CHANNELS = 8  # among ranks of several nodes: networks that only add keep a count per word and rank
 MAX_SLOT_BYTES = 256 << 10
 TILE_ALIGNMENT = 64
 
@@ -25,8 +28,14 @@ RECEIVES, SENDS, REDUCES, READS, WRITES = 1, 2, 4, 8, 16
 IS_FIRST, IS_LAST, IS_AWAITED, IS_FINAL, FINISHES = 32, 64, 128, 256, 512
 
 # ---- table (words): a header, then [workers, WORKER_WORDS], rows, FIFOs, steps to wait for; places in it are in words
-NUM_TILES, TILE_BYTES, SLOT_BYTES, DEPTH, ARRIVED = range(5)  # the last: the offset of that word in all segments
-HEADER_WORDS = 5
+# ARRIVED: offset of those words, by rank; PROTOCOL: its place in `lines.PROTOCOLS`; PLACE_BYTES: what TILE_BYTES take
+# in a message; NUM_FLAGS: that an operation takes; FLAG_COUNTS: the place, among the counts, of worker 0's count of
+# flags; REGION, REGION_BYTES: offset and size of all memory that slots of this protocol may be in
+(
+    NUM_TILES, TILE_BYTES, SLOT_BYTES, DEPTH, ARRIVED, PROTOCOL, PLACE_BYTES, NUM_FLAGS, FLAG_COUNTS, REGION,
+    REGION_BYTES,
+) = range(11)  # fmt: skip
+HEADER_WORDS = 11
 # of a worker: its rows, and the FIFOs that it uses
 FIRST_ROW, NUM_ROWS, FIRST_FIFO, NUM_FIFOS = range(4)
 WORKER_WORDS = 4
@@ -38,9 +47,9 @@ WORKER_WORDS = 4
 ) = range(13)  # fmt: skip
 ROW_WORDS = 13
 # of a FIFO: the rank at its other end, offsets of SENT and TAKEN and of its slots, messages in a tile, the index of
-# this end's count of messages
-PEER, SENT_WORD, TAKEN_WORD, SLOTS, NUM_MESSAGES, COUNT = range(6)
-FIFO_WORDS = 6
+# this end's count of messages, the offset of its departures
+PEER, SENT_WORD, TAKEN_WORD, SLOTS, NUM_MESSAGES, COUNT, DEPARTURES = range(7)
+FIFO_WORDS = 7
 # of a step to wait for: its worker, that worker's rows, and how many of them have to be done
 AFTER_WORKER, AFTER_ROWS, AFTER_DONE = range(3)
 AFTER_WORDS = 3
@@ -52,16 +61,21 @@ INPUT, OUTPUT, SCRATCH = range(3)
 DONE_BITS = 24
 
 
-def plan_word_lines(size: int) -> int:
-    """Lines of signal words: ARRIVED, then SENT by [channel, rank], then TAKEN."""
-    return 1 + 2 * MAX_CHANNELS * size
+def max_channels(num_nodes: int) -> int:
+    """Of plans among ranks of so many nodes."""
+    return MAX_CHANNELS if num_nodes == 1 else NETWORK_CHANNELS
+
+
+def plan_word_lines(size: int, num_nodes: int) -> int:
+    """Lines of signal words, by [of which kind, rank]: ARRIVED, then SENT and TAKEN of each channel."""
+    return (1 + 2 * max_channels(num_nodes)) * size
 
 
 def sent_word(plan_words: int, size: int, channel: int, src: int) -> int:
     """Offset of what `src` raises in a receiver's segment."""
-    return plan_words + (1 + channel * size + src) * LINE
+    return plan_words + ((1 + 2 * channel) * size + src) * LINE
 
 
 def taken_word(plan_words: int, size: int, channel: int, dst: int) -> int:
     """Offset of what `dst` raises in a sender's segment."""
-    return plan_words + (1 + (MAX_CHANNELS + channel) * size + dst) * LINE
+    return plan_words + ((2 + 2 * channel) * size + dst) * LINE
