@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import platform
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -60,7 +61,14 @@ def _ucx_settings(hub: Hub, exchange: Exchange, needs_rdma: bool) -> Mapping[str
     except UnsupportedError:
         if needs_rdma:
             raise
+    agreed("UCX can't be used", exchange, _require_ordered_stores)
     return {**ucx.SETTINGS["TCP"], **_devices(hub.addresses[hub.rank], exchange)}
+
+
+def _require_ordered_stores() -> None:
+    """UCX copies what comes over TCP by plain stores: a word is seen after its bytes where the CPU keeps their order."""
+    if platform.machine() != "x86_64":
+        raise UnsupportedError(f"over TCP it needs the order in which x86_64 stores, got {platform.machine()}")
 
 
 def _devices(address: str, exchange: Exchange) -> dict[str, str]:
