@@ -66,7 +66,7 @@ def _ucx_settings(hub: Hub, exchange: Exchange, needs_rdma: bool) -> Mapping[str
 
 
 def _require_ordered_stores() -> None:
-    """UCX copies what comes over TCP by plain stores: a word is seen after its bytes where the CPU keeps their order."""
+    """UCX copies what comes over TCP by plain stores: a word is seen after its bytes if the CPU keeps their order."""
     if platform.machine() != "x86_64":
         raise UnsupportedError(f"over TCP it needs the order in which x86_64 stores, got {platform.machine()}")
 
