@@ -7,6 +7,8 @@ Each pair of ranks of different hosts has a connection, with a thread that sends
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import socket
 import threading
 import time
@@ -18,12 +20,15 @@ import numpy as np
 
 from epcomm import tcp
 from epcomm.device.cpu import link as layout
+from epcomm.device.cpu import network
 from epcomm.errors import EpcommError
 from epcomm.heap.outboxes import Outboxes
 from epcomm.hub import Hub
 
 _MOST_SEGMENTS = 1 << 20  # in the life of a communicator; memory of the table is taken as it fills
 _LONGEST_JOIN = 5.0  # seconds; a peer that was stopped takes nothing
+#: what sending ends with when the peer has gone, or this end was closed
+_GONE = {0, errno.EPIPE, errno.ECONNRESET, errno.ECONNABORTED, errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}
 
 
 class NoProxy:
@@ -46,8 +51,8 @@ class Proxy:
     """One rank's connections to the ranks on other hosts; ``address`` is what kernels take: of outboxes, by rank.
 
     `sockets` are connected, by rank; it then owns them. `meet` returns once all ranks have called it. `on_error` is
-    called, from a thread, when a peer sends what can't be. A link that breaks isn't an error here: whoever watches the
-    peer knows why.
+    called, from a thread, when a peer sends what can't be, or can't be sent something. A peer that is gone isn't an
+    error here: whoever watches it knows why.
     """
 
     transport = "tcp"
@@ -101,38 +106,44 @@ class _Link:
         on_error: Callable[[int, str], None],
     ):
         self.rank, self.socket, self._on_error = rank, connection, on_error
-        self._keep = outbox, segments
+        self.outbox, self._segments = outbox, segments
         self.words = np.zeros(layout.LINK_WORDS, dtype=np.int64)
         self.words[[layout.SOCKET, layout.OUTBOX, layout.SEGMENTS]] = (
             connection.fileno(), outbox.ctypes.data, segments.table.ctypes.data
         )  # fmt: skip
         self._send_records, self._receive_records = layout.load_send_records(), layout.load_receive_records()
-        names = {self._send: f"epcomm-send-{rank}", self._receive: f"epcomm-receive-{rank}"}
-        self.threads = [threading.Thread(target=life, name=name, daemon=True) for life, name in names.items()]
-        for thread in self.threads:
-            thread.start()
+        self.sender = threading.Thread(target=self._send, name=f"epcomm-send-{rank}", daemon=True)
+        self.receiver = threading.Thread(target=self._receive, name=f"epcomm-receive-{rank}", daemon=True)
+        self.sender.start()
+        self.receiver.start()
 
     def _send(self) -> None:
-        self._send_records(self.words.ctypes.data)
+        error = self._send_records(self.words.ctypes.data)
+        if error not in _GONE:
+            self._on_error(self.rank, f"can't be sent anything: {os.strerror(error)}")
+        if error:
+            self._send_records(self.words.ctypes.data)  # drops the rest
 
     def _receive(self) -> None:
         if self._receive_records(self.words.ctypes.data) == layout.GOT_INVALID:
             number, offset, num_bytes, _ = self.words[layout.HEADER : layout.HEADER + 4].tolist()
-            self._on_error(self.rank, f"{num_bytes} bytes at {offset} of segment {number}")
+            self._on_error(self.rank, f"sent {num_bytes} bytes at {offset} of segment {number}")
 
 
 def _close(outboxes: Outboxes, links: list[_Link]) -> None:
     deadline = time.monotonic() + _LONGEST_JOIN
     outboxes.stop()
     for link in links:
-        _join(link.threads[0], deadline)  # what is written down is sent
+        _join(link.sender, deadline)  # what is written down is sent
     for link in links:
         with contextlib.suppress(OSError):  # the peer has closed it
             link.socket.shutdown(socket.SHUT_RDWR)  # ends what a thread still does with it
     deadline = time.monotonic() + _LONGEST_JOIN
     for link in links:
-        _join(link.threads[1], deadline)
-        link.socket.close()
+        _join(link.sender, deadline)
+        _join(link.receiver, deadline)
+        if not (link.sender.is_alive() or link.receiver.is_alive()):  # else the number must not be another socket's
+            link.socket.close()
 
 
 def _join(thread: threading.Thread, deadline: float) -> None:
@@ -147,7 +158,7 @@ class _Segments:
         self.table = np.zeros(layout.SEGMENT + layout.SEGMENT_WORDS * _MOST_SEGMENTS, dtype=np.int64)
         self.links: list[_Link] = []
         self._parts: dict[int, Any] = {}  # they keep their memory
-        self._freed: set[int] = set()  # of those, what a link may still have written to when it was last seen
+        self._freed: dict[int, list[int]] = {}  # of those: how many records each link had then
 
     def add(self, segment: Any) -> int:
         """The number of a segment, the same on all ranks; links write to its memory until it is garbage."""
@@ -159,15 +170,22 @@ class _Segments:
         self.table[layout.NUM_SEGMENTS] = number + 1
         self._parts[number] = segment.own
         weakref.finalize(segment, self._free, number).atexit = False
+        self._drop_freed()
         return number
 
     def _free(self, number: int) -> None:
         layout.load_free_segment()(self.table.ctypes.data, number)
-        self._freed.add(number)
-        written = {int(link.words[layout.WRITES]) - 1 for link in self.links}
-        for freed in self._freed - written:
-            self._freed.discard(freed)
-            self._parts.pop(freed, None)
+        self._freed[number] = [int(link.outbox[network.WRITTEN]) for link in self.links]
+        self._drop_freed()
+
+    def _drop_freed(self) -> None:
+        """Lets go of freed parts that no link writes to any more, and that nothing is left to be sent from."""
+        written_to = {int(link.words[layout.WRITES]) - 1 for link in self.links}
+        sent = [int(link.words[layout.SENT]) for link in self.links]
+        for number, counts in list(self._freed.items()):
+            if number not in written_to and all(done >= count for done, count in zip(sent, counts)):
+                self._freed.pop(number, None)
+                self._parts.pop(number, None)
 
 
 # ---- connecting
@@ -189,7 +207,7 @@ def connect_tcp(
     def on_error(rank: int, text: str) -> None:
         tell = fail()
         if tell is not None:
-            tell(EpcommError(f"rank {hub.rank}: rank {rank}, on another host, sent {text}"))
+            tell(EpcommError(f"rank {hub.rank}: rank {rank}, on another host, {text}"))
 
     return Proxy(_connect(hub, timeout, check), meet, on_error)
 

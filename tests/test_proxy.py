@@ -140,7 +140,7 @@ IMPOSSIBLE = [
 def test_a_record_that_cannot_be_writes_nothing(end: End, record: tuple[int, int]) -> None:
     end.send(end.header(*record, 1), end.header(64, network.RAISES, 1))
     wait_for(lambda: bool(end.errors))
-    assert end.errors == [(1, f"{record[1]} bytes at {record[0]} of segment 0")]
+    assert end.errors == [(1, f"sent {record[1]} bytes at {record[0]} of segment 0")]
     assert not end.segment.bytes.any()
 
 
@@ -202,10 +202,52 @@ def test_what_is_written_down_is_sent_in_order(end: End) -> None:
 def write_down(outbox: np.ndarray, records: list[tuple[int, int, int]]) -> None:
     """As kernels do."""
     post = ctypes.CDLL(None).sem_post
-    for index, record in enumerate(records):
+    for index, record in enumerate(records, int(outbox[network.WRITTEN])):
         wait_for(lambda: outbox[network.WRITTEN] - outbox[network.TAKEN] < network.NUM_RECORDS)
         place = network.RING + index % network.NUM_RECORDS * network.RECORD_WORDS
         outbox[place + network.WINDOW : place + network.RECORD_WORDS][:4] = 0, *record
         outbox[network.WRITTEN] += 1
         outbox[place + network.NUMBER] = index + 1
         post(ctypes.c_void_p(outbox[network.SEMAPHORE :].ctypes.data))
+
+
+def test_what_is_written_down_is_sent_before_the_link_is_closed(end: End) -> None:
+    source = np.arange(1 << 17, dtype=np.int64)  # more than a socket takes at once
+    with ThreadPoolExecutor(1) as closer:
+        write_down(end.proxy.outboxes.of_rank[1], [(0, source.nbytes, source.ctypes.data), (8, network.RAISES, 5)])
+        closed = closer.submit(end.proxy.close)
+        wanted = end.header(0, source.nbytes) + source.tobytes() + end.header(8, network.RAISES, 5)
+        assert end.peer.recv(len(wanted), socket.MSG_WAITALL) == wanted
+        closed.result(SOON)
+    assert end.peer.recv(1) == b"" and not end.errors
+
+
+def test_memory_stays_until_it_was_sent(end: End) -> None:
+    segments = [end.new_segment()]
+    part = weakref.ref(segments[0].own)
+    segments[0].bytes[:] = 7
+    record = (0, SIZE, segments[0].own.address)
+    write_down(end.proxy.outboxes.of_rank[1], [record, record])
+    segments.clear()
+    end.new_segment()
+    assert part() is not None
+    wanted = 2 * (end.header(0, SIZE) + b"\x07" * SIZE)
+    assert end.peer.recv(len(wanted), socket.MSG_WAITALL) == wanted
+    wait_for(lambda: end.new_segment() is not None and part() is None)
+    assert not end.errors
+
+
+def test_what_goes_to_a_peer_that_is_gone_is_dropped(end: End) -> None:
+    end.peer.close()
+    outbox = end.proxy.outboxes.of_rank[1]
+    write_down(outbox, [(8, network.RAISES, value) for value in range(2 * network.NUM_RECORDS)])
+    wait_for(lambda: outbox[network.TAKEN] == 2 * network.NUM_RECORDS)
+    assert not end.errors
+
+
+def test_memory_that_cannot_be_read_is_an_error(end: End) -> None:
+    outbox = end.proxy.outboxes.of_rank[1]
+    write_down(outbox, [(0, 100, 8), (8, network.RAISES, 1)])
+    wait_for(lambda: bool(end.errors))
+    assert end.errors == [(1, "can't be sent anything: Bad address")]
+    wait_for(lambda: outbox[network.TAKEN] == 2)

@@ -22,7 +22,8 @@ HEADER_BYTES = 32  # of a record: WINDOW, OFFSET, NUM_BYTES, value
 
 # ---- link (words): what it is made with, then what its threads tell
 SOCKET, OUTBOX, SEGMENTS = range(3)
-SENT_BYTES = 8  # of segments, by the thread that sends
+SENT_BYTES, SENT, ERROR = 8, 9, 10  # by the thread that sends
+#: SENT_BYTES: of segments. SENT: records of which nothing is read any more. ERROR: errno of what broke the link, or 0.
 MARKER, WRITES, BEGIN, END, HEADER = 16, 17, 18, 19, 20  # by the thread that receives
 #: MARKER: the number in the last record that MARKS. WRITES: 1 + the segment it writes to now, or 0.
 #: BEGIN, END: what of BUFFER was received and isn't used yet. HEADER: of the record at hand.
@@ -57,7 +58,7 @@ def _await_record(outbox, number):
     """True once a record is complete; False if the outbox was stopped and has no more."""
     while not _is_complete(outbox, number):
         if load_acquire(outbox + 8 * STOP):
-            return False
+            return _is_complete(outbox, number)  # before it was stopped
         semaphore_wait(outbox + 8 * SEMAPHORE)
     return True
 
@@ -75,15 +76,16 @@ def _add_vector(vectors, count, address, num_bytes):
 
 @device
 def _send_vectors(link, count):
-    """Sends all bytes of the vectors; False if the link is broken."""
+    """Sends all bytes of the vectors; returns 0, or errno if the link is broken."""
     message, vectors, sent = link + 8 * _MESSAGE, link + 8 * _VECTORS, 0
     while sent < count:
         set_word(message, _MESSAGE_VECTORS, vectors + 16 * sent)
         set_word(message, _MESSAGE_COUNT, count - sent)
         num_bytes = send_message(word(link, SOCKET), message, _NO_SIGNAL)
         if num_bytes < 0:
-            if last_error() != _INTERRUPTED:
-                return False
+            error = last_error()
+            if error != _INTERRUPTED:
+                return error
             continue
         while sent < count and num_bytes >= word(vectors, 2 * sent + 1):
             num_bytes -= word(vectors, 2 * sent + 1)
@@ -91,14 +93,17 @@ def _send_vectors(link, count):
         if num_bytes > 0:
             set_word(vectors, 2 * sent, word(vectors, 2 * sent) + num_bytes)
             set_word(vectors, 2 * sent + 1, word(vectors, 2 * sent + 1) - num_bytes)
-    return True
+    return 0
 
 
-@host_function("send_records", types.void(types.int64))
+@host_function("send_records", types.int64(types.int64))
 def load_send_records(link):
-    """``send_records(link)``: sends what is written down until the outbox was stopped and is empty."""
+    """``send_records(link)``: sends what is written down until the outbox was stopped and is empty; returns 0.
+
+    Or errno as soon as the link breaks; if called again it drops what is written down.
+    """
     outbox, headers, vectors = word(link, OUTBOX), link + 8 * _HEADERS, link + 8 * _VECTORS
-    first, is_open = 0, True
+    first = word(link, SENT)
     while _await_record(outbox, first):
         count = num_headers = num_vectors = num_bytes = 0
         while count < _MOST_RECORDS and _is_complete(outbox, first + count):
@@ -116,8 +121,14 @@ def load_send_records(link):
                 num_bytes += length
         first += count
         store_release(outbox + 8 * TAKEN, first)
-        is_open = is_open and _send_vectors(link, num_vectors)  # else the rank is gone, or this end was closed
+        was_open = word(link, ERROR) == 0
+        if was_open:
+            set_word(link, ERROR, _send_vectors(link, num_vectors))
         store_release(link + 8 * SENT_BYTES, word(link, SENT_BYTES) + num_bytes)
+        store_release(link + 8 * SENT, first)
+        if was_open and word(link, ERROR) != 0:
+            return word(link, ERROR)
+    return 0
 
 
 # ---- receiving
