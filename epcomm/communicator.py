@@ -50,7 +50,12 @@ class Communicator(Collectives):
         network = target.connect(hub.rank, hub.nodes, exchange)
         self.rank, self.size, self.nodes = hub.rank, hub.size, list(hub.nodes if network is None else network.nodes)
         if topology is not None:
-            check_topology(topology, self.nodes)
+            try:
+                check_topology(topology, self.nodes)
+            except ConfigError:  # on all ranks
+                if network is not None:
+                    network.close(is_together=True)
+                raise
         self.device = target.device
         regions = collective_regions(self.size, num_programs, target.copy_engine_bytes, max(self.nodes) + 1)
         self._runtime = Runtime(target, hub, network, regions, num_programs, timeout)
@@ -133,8 +138,10 @@ class Communicator(Collectives):
             return self._binder.machine.topology
         if max(self.nodes) > 0:
             return None
-        from epcomm.topology import read_host  # choices don't need it
+        from epcomm.topology import known_gpus, read_host  # choices don't need it
 
+        if self.device.type == "cuda":
+            return known_gpus(self._runtime.target.kind, self.size, self._binder.has_multicast)
         try:
             return read_host(num_ranks=self.size)
         except UnsupportedError:

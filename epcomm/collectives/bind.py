@@ -43,7 +43,7 @@ class Binder:
         self._nodes = private_words(runtime.target, node_table(runtime.nodes))
         self.num_nodes = max(runtime.nodes) + 1
         self.spans_hosts = self.num_nodes > 1
-        self.machine = priced_machine(topology, runtime.target, runtime.nodes, self.has_multicast)
+        self.machine = priced_machine(topology)
         self._state[protocol.NODES] = self._nodes.address
         self._state[protocol.PUSHED_WORDS : protocol.PARTIAL_SLOTS + 1] = (
             regions.pushed,

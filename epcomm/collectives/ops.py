@@ -13,6 +13,7 @@ import torch
 
 from epcomm.collectives.calls import Calls, rejecting
 from epcomm.collectives.checks import check_op, check_out, check_rank, check_tensor, is_plain
+from epcomm.collectives.cost.kernels import octave
 from epcomm.collectives.plan import Plan
 from epcomm.collectives.selection import check_algorithm, chosen_kernel, chosen_on, is_kernel
 from epcomm.device.cpu.memory import STREAMING_BYTES
@@ -51,7 +52,7 @@ class Reductions(Calls):
             has_ll128 = self.runtime.target.moves_whole_lines(self.runtime.collectives)
             return chosen_on(machine, x.nbytes, x.dtype, op, binder.num_channels, has_ll128)
 
-        return binder.cached(("auto", x.nbytes, x.dtype, op), choose)
+        return binder.cached(("auto", octave(x.nbytes), x.dtype, op), choose)
 
     @rejecting
     def allreduce(self, x: torch.Tensor, op: str, out: torch.Tensor | None, algorithm: str | Plan, async_op: bool,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -13,7 +12,6 @@ from epcomm.errors import ConfigError, UnsupportedError
 from epcomm.kernels.protocol.arithmetic import SWITCH_DTYPES, SWITCH_OPS
 from epcomm.kernels.protocol.collectives import ONE_SHOT_BYTES
 from epcomm.kernels.protocol.lines import LL128
-from epcomm.kernels.target import Target
 
 if TYPE_CHECKING:
     from epcomm.collectives.cost.machines import Machine
@@ -63,16 +61,13 @@ def chosen_kernel(algorithm: str, num_bytes: int, spans_hosts: bool) -> str:
     return measured_kernel(num_bytes) if algorithm == "auto" else algorithm
 
 
-def priced_machine(
-    topology: Topology | None, target: Target, nodes: Sequence[int], has_multicast: bool
-) -> Machine | None:
-    """The machine on which `auto` goes by prices: the one that users told us of, else what is known of GPUs."""
-    if topology is None and (max(nodes) > 0 or target.device.type != "cuda"):
+def priced_machine(topology: Topology | None) -> Machine | None:
+    """The machine on which `auto` goes by prices: the one that users told us of."""
+    if topology is None:
         return None
     from epcomm.collectives.cost.machines import Machine  # others need nothing of it
-    from epcomm.topology import known_gpus
 
-    return Machine.of(topology or known_gpus(target.kind, len(nodes), has_multicast))
+    return Machine.of(topology)
 
 
 def chosen_on(

@@ -14,7 +14,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from epcomm.collectives.algorithms import ALGORITHMS
-from epcomm.collectives.cost.kernels import kernels_for, measured_kernel
+from epcomm.collectives.cost.kernels import kernels_for, measured_kernel, octave
 from epcomm.collectives.cost.machines import Machine
 from epcomm.collectives.cost.protocols import EXECUTED, KERNEL, costs_of, protocols_of
 from epcomm.collectives.cost.schedules import SCHEDULES, algorithms_of
@@ -189,9 +189,9 @@ def choose(request: Request) -> Candidate:
     cheapest, of 16-bit sums of those that round once, whether or not executors have it.
 
     An allreduce among several nodes has one kernel. Where ranks are cores, or bandwidths aren't known, it takes the
-    kernel that was measured to be the best of its size. Elsewhere it takes the cheapest that runs, and of 16-bit sums
-    of those that round once. Should none of these have a price, because links don't join all pairs of ranks, it takes
-    that kernel nevertheless: load and store reach every rank of a node.
+    kernel that was measured to be the best of its size. Elsewhere it takes the cheapest, at the next power of two of
+    bytes, that runs, and of 16-bit sums of those that round once. Should none of these have a price, because links
+    don't join all pairs of ranks, it takes that kernel nevertheless: load and store reach every rank of a node.
     """
     if request.kind != "allreduce":
         return next(each for each in candidates(request) if each.rounds_once or not request.is_half)
@@ -201,8 +201,10 @@ def choose(request: Request) -> Candidate:
         if num_nodes > 1 or machine.is_of_cores:
             found, _ = _priced(request, (kernel,), (KERNEL,))
         else:
-            found, _ = _priced(request, algorithms_of(request.kind), (KERNEL, *request.protocols))
-    return next(allowed(request, found), _kernel(request, kernel))
+            class_of_size = replace(request, num_bytes=octave(request.num_bytes))
+            found, _ = _priced(class_of_size, algorithms_of(request.kind), (KERNEL, *request.protocols))
+    chosen = replace(next(allowed(request, found), _kernel(request, kernel)), request=request)
+    return _price(chosen, _schedule(request, chosen.algorithm)) if chosen.has_price else chosen
 
 
 def cheapest(request: Request, found: Sequence[Candidate]) -> Candidate:

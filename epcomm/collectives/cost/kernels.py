@@ -22,3 +22,8 @@ def measured_kernel(num_bytes: int, num_nodes: int = 1) -> str:
     once more, into FIFOs.
     """
     return kernels_for(num_bytes, num_nodes)[0]
+
+
+def octave(num_bytes: int) -> int:
+    """The next power of two: an allreduce is chosen as of so many bytes, for pricing takes longer than running one."""
+    return 1 << (num_bytes - 1).bit_length()

@@ -57,9 +57,10 @@ def _pairs_of_lines(num_bytes):
 def _send_words(slot, stage, num_bytes, flag):
     start, num_pairs = tl.cast(0, tl.int64), (num_bytes + 2 * _WORD_DATA_BYTES - 1) // (2 * _WORD_DATA_BYTES)
     while start < num_pairs:
-        pair, is_inside, _ = _pairs_of_words(start, num_bytes)
+        pair, is_inside, has_second = _pairs_of_words(start, num_bytes)
         data = load_words(stage + pair * 8, is_inside)
         low, high = (data & _DATA) | (flag << 32), ((data >> 32) & _DATA) | (flag << 32)
+        high = tl.where(has_second, high, 0)  # nobody waits for that word: its flag must not outlive this message
         store_pairs(slot + pair * _PAIR_BYTES, low, high, is_inside)
         start += _TILE
 
