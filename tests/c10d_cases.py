@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.torch_version import TorchVersion
 
 import epcomm.integrations.c10d  # noqa: F401
 
@@ -168,6 +169,24 @@ def objects() -> None:
         mine: list[Any] = [None]
         dist.scatter_object_list(mine, [f"for {to}" for to in range(size)] if rank == root else None, root)
         assert mine == [f"for {rank}"]
+
+
+def monitored_barrier(timeout: timedelta | None = None) -> None:
+    """torch's, which asks for gloo by name until torch 2.14; then the method that it calls."""
+    if TorchVersion(torch.__version__) >= (2, 14):
+        dist.monitored_barrier(timeout=timeout)
+    else:
+        dist.group.WORLD.monitored_barrier(timeout or timedelta(0))  # type: ignore[union-attr]
+
+
+def barriers() -> None:
+    """Whoever leaves one finds that all have come."""
+    _, size = place()
+    store = dist.distributed_c10d._get_default_store()
+    for call, barrier in enumerate([dist.barrier, monitored_barrier] * 3):
+        store.add(f"call {call}", 1)
+        barrier()
+        assert store.add(f"call {call}", 0) == size
 
 
 def messages() -> None:
@@ -486,6 +505,7 @@ CASES = {
         gathers_and_scatters,
         all_to_all,
         objects,
+        barriers,
         messages,
         messages_of_any_rank,
         coalesced,

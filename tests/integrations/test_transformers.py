@@ -12,6 +12,8 @@ import torch.distributed as dist
 from gloo_ranks import with_process_group
 from transformers_models import FAMILIES, tiny_model
 
+from epcomm.testing.interpreter import kernels_of
+
 # Lengths of each rank's sequences, by step. (Attention in transformers takes no empty batch; the experts do, below.)
 LENGTHS = [[7, 9, 4], [3, 1, 5], [1, 12, 2]]
 # Of float32 sums in another order, relative to the largest logit, or gradient of the model: a gradient that cancels (a
@@ -43,14 +45,15 @@ def whole_gradients(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: weight.grad.full_tensor() for name, weight in module.named_parameters()}
 
 
-def run_models(path: str, families: list[str]) -> list[Any]:
+def run_models(path: str, families: list[str], kernels: str) -> list[Any]:
     """On each rank: (logits by step, gradients) of each family's model."""
     rank, size, found = dist.get_rank(), dist.get_world_size(), []
     for family in families:
         model = load(path, family, fsdp_size=size, ep_size=size)
         logits = []
         for lengths in LENGTHS:
-            out = model(batch(rank, lengths[rank])).logits
+            with kernels_of(kernels):  # the first layer's first call makes the communicator
+                out = model(batch(rank, lengths[rank])).logits
             out.square().sum().backward()
             logits.append(out.detach())
         found.append((logits, whole_gradients(model)))
@@ -81,10 +84,10 @@ def assert_equal(got: dict[Any, torch.Tensor], wanted: dict[Any, torch.Tensor], 
     assert {name: error for name, error in errors.items() if not error <= limit} == {}, (where, limit)
 
 
-def check(tmp_path: Path, families: list[str], size: int) -> None:
+def check(tmp_path: Path, families: list[str], size: int, kernels: str = "numba") -> None:
     for family in families:
         tiny_model(family).save_pretrained(tmp_path / family)
-    by_rank = with_process_group(size, run_models, str(tmp_path), families, timeout=300)
+    by_rank = with_process_group(size, run_models, str(tmp_path), families, kernels, timeout=300)
     for number, family in enumerate(families):
         logits, gradients = one_process(family, size)
         for rank in range(size):
@@ -95,6 +98,10 @@ def check(tmp_path: Path, families: list[str], size: int) -> None:
 
 def test_models_of_two_families_equal_one_process(tmp_path: Path) -> None:
     check(tmp_path, ["qwen3_moe", "gpt_oss"], 2)
+
+
+def test_interpreted_kernels_of_gpus(tmp_path: Path) -> None:
+    check(tmp_path, ["qwen3_moe"], 2, kernels="triton")
 
 
 @pytest.mark.slow
