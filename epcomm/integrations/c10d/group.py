@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,9 @@ class Group(dist.ProcessGroup):
     The one for CPUs is made at once. Any other is made by the first operation on its device, which all ranks must call.
     """
 
+    _device_types = [CPU, torch.device("cuda")]  # where torch finds one for what it sends itself
+    supports_splitting = False  # torch asks when a group is bound to a device
+
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
         super().__init__(rank, size)  # type: ignore[call-arg]  # that of (store, rank, size) fails in torch 2.13
         self._store, self._timeout = store, timeout.total_seconds()
@@ -32,6 +36,9 @@ class Group(dist.ProcessGroup):
                 store=self._store, rank=self.rank(), world_size=self.size(), device=device, timeout=self._timeout
             )
         return self._communicators[device]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self
 
     def getBackendName(self) -> str:
         return "epcomm"
