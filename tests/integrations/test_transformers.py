@@ -52,7 +52,7 @@ def run_models(path: str, families: list[str], kernels: str) -> list[Any]:
         model = load(path, family, fsdp_size=size, ep_size=size)
         logits = []
         for lengths in LENGTHS:
-            with kernels_of(kernels):  # the first layer's first call makes the communicator
+            with kernels_of(kernels):  # the first call makes the communicator
                 out = model(batch(rank, lengths[rank])).logits
             out.square().sum().backward()
             logits.append(out.detach())
@@ -100,7 +100,8 @@ def test_models_of_two_families_equal_one_process(tmp_path: Path) -> None:
     check(tmp_path, ["qwen3_moe", "gpt_oss"], 2)
 
 
-def test_interpreted_kernels_of_gpus(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_model_on_interpreted_kernels(tmp_path: Path) -> None:
     check(tmp_path, ["qwen3_moe"], 2, kernels="triton")
 
 
@@ -136,24 +137,26 @@ def tokens(rank: int, num: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     return torch.randn(num, 48, generator=generator), index[:num], torch.rand(num, 2, generator=generator)
 
 
-def run_empty(path: str, family: str) -> Any:
+def run_empty(path: str, family: str, kernels: str) -> Any:
     """On each rank: outputs and gradients of the inputs by step, and those of the experts."""
     rank, size, found = dist.get_rank(), dist.get_world_size(), []
     experts = load(path, family, fsdp_size=size, ep_size=size).model.layers[0].mlp.experts
     for nums in TOKENS:
         hidden, index, weights = tokens(rank, nums[rank])
-        out = experts(hidden.requires_grad_(), index, weights.requires_grad_())
+        with kernels_of(kernels):
+            out = experts(hidden.requires_grad_(), index, weights.requires_grad_())
         out.square().sum().backward()
         found.append((out.detach(), hidden.grad, weights.grad))
     return found, whole_gradients(experts)
 
 
-def test_ranks_without_tokens(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernels", ["numba", "triton"])
+def test_ranks_without_tokens(tmp_path: Path, kernels: str) -> None:
     model = tiny_model("qwen3_moe")
     model.save_pretrained(tmp_path / "qwen3_moe")
     model.set_experts_implementation("eager")
     experts = model.model.layers[0].mlp.experts
-    by_rank = with_process_group(2, run_empty, str(tmp_path), "qwen3_moe", timeout=300)
+    by_rank = with_process_group(2, run_empty, str(tmp_path), "qwen3_moe", kernels, timeout=300)
     for rank, (found, _) in enumerate(by_rank):
         for step, got in enumerate(found):
             hidden, index, weights = tokens(rank, TOKENS[step][rank])
