@@ -490,7 +490,7 @@ def fully_sharded() -> None:
 
 
 def checkpoints() -> None:
-    """A model whose weights one rank has, saved while others compute, and loaded into another model's shards."""
+    """The weights that one rank has, sharded, saved by a thread, and loaded into another model's shards."""
     rank, _ = place()
     wanted = {name: weight + 1 for name, weight in _model().state_dict().items()}
     shards = _model()

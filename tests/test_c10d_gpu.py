@@ -29,5 +29,6 @@ def test_training() -> None:
 
 
 @pytest.mark.slow
-def test_mixed_world() -> None:
-    check([name for name in CASES if name not in OVERLAPPING], "mixed")
+@pytest.mark.parametrize("name", [name for name in CASES if name not in OVERLAPPING])
+def test_mixed_world(name: str) -> None:
+    check([name], "mixed")

@@ -20,7 +20,7 @@ class Group(dist.ProcessGroup):
     The one for CPUs is made at once. Any other is made by the first operation on its device, which all ranks must call.
     """
 
-    _device_types = [CPU, torch.device("cuda")]  # where torch finds one for what it sends itself
+    _device_types = [CPU, torch.device("cuda")]  # where torch finds a device for what it sends itself
     supports_splitting = False  # torch asks when a group is bound to a device
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
