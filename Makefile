@@ -32,6 +32,8 @@ BENCH_MISSING := $(VENV)/.bench-missing
 # Frameworks that are tried with epcomm. To add one: its name here, tests/integrations/NAME.txt and
 # test_NAME*.py.
 FRAMEWORKS := transformers torchtitan token_switch sglang megatron vllm
+# Other tests in NAME's environment: TokenSwitch's torch is newer than that of epcomm's own tests.
+ALSO_token_switch := tests/test_c10d.py tests/test_c10d_failures.py
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-gpu-link test-gpu-link-reduced test-integrations integration-c10d bench bench-note lint clean distclean
@@ -61,7 +63,7 @@ integration-c10d: $(INTEGRATIONS_READY)
 	$(BIN)/python tests/integrations/try_c10d.py
 
 integration-%: .venvs/%/.ready
-	.venvs/$*/bin/python -m pytest tests/integrations/test_$**.py -m "slow or not slow" $(PYTEST_ARGS)
+	.venvs/$*/bin/python -m pytest tests/integrations/test_$**.py $(ALSO_$*) -m "slow or not slow" $(PYTEST_ARGS)
 
 bench: $(BENCH_READY) bench-note
 	$(BIN)/python benchmarks/decode_latency.py

@@ -6,6 +6,8 @@ A case finds an initialised default group and leaves it open; its name tells wha
 from __future__ import annotations
 
 import contextlib
+import shutil
+import tempfile
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
@@ -16,11 +18,14 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from collective_cases import REDUCTIONS, addend, payload, reduced, same_bits
 from torch import nn
+from torch.distributed import checkpoint
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.torch_version import TorchVersion
 
 import epcomm.integrations.c10d  # noqa: F401
 
@@ -168,6 +173,24 @@ def objects() -> None:
         mine: list[Any] = [None]
         dist.scatter_object_list(mine, [f"for {to}" for to in range(size)] if rank == root else None, root)
         assert mine == [f"for {rank}"]
+
+
+def monitored_barrier(timeout: timedelta | None = None) -> None:
+    """torch's, which asks for gloo by name until torch 2.14; then the method that it calls."""
+    if TorchVersion(torch.__version__) >= (2, 14):
+        dist.monitored_barrier(timeout=timeout)
+    else:
+        dist.group.WORLD.monitored_barrier(timeout or timedelta(0))  # type: ignore[union-attr]
+
+
+def barriers() -> None:
+    """Whoever leaves one finds that all have come."""
+    _, size = place()
+    store = dist.distributed_c10d._get_default_store()
+    for call, barrier in enumerate([dist.barrier, monitored_barrier] * 3):
+        store.add(f"call {call}", 1)
+        barrier()
+        assert store.add(f"call {call}", 0) == size
 
 
 def messages() -> None:
@@ -331,6 +354,14 @@ def subgroups() -> None:
         dist.destroy_process_group(part)
 
 
+def devices() -> None:
+    """What torch asks a group for before it binds it to a device, or looks for one for its own tensors."""
+    own = dist.group.WORLD
+    assert own is not None and dist.distributed_c10d._device_capability() == ["cpu", "cuda"]
+    assert dist.distributed_c10d._get_pg_default_device() == torch.device("cpu")
+    assert not own._get_backend(torch.device("cuda")).supports_splitting
+
+
 def beside_gloo() -> None:
     rank, size = place()
     gloo = dist.new_group(backend="gloo")
@@ -458,6 +489,27 @@ def fully_sharded() -> None:
         torch.testing.assert_close(got.full_tensor(), wanted, rtol=1e-4, atol=1e-5)
 
 
+def checkpoints() -> None:
+    """The weights that one rank has, sharded, saved by a thread, and loaded into another model's shards."""
+    rank, _ = place()
+    wanted = {name: weight + 1 for name, weight in _model().state_dict().items()}
+    shards = _model()
+    fully_shard(shards)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(shards, dict(wanted) if rank == 0 else {}, options=options)
+    folders = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folders)
+    checkpoint.async_save(shards.state_dict(), checkpoint_id=folders[0]).result()
+    others = _model()
+    fully_shard(others)
+    checkpoint.load(found := others.state_dict(), checkpoint_id=folders[0])
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(folders[0])
+    for name, weight in found.items():
+        assert same_bits(weight.full_tensor(), wanted[name]), name
+
+
 def compiled() -> None:
     """`torch.compile` without graph breaks, of functional collectives and of those of `dist`, which it replaces."""
     rank, size = place()
@@ -486,6 +538,7 @@ CASES = {
         gathers_and_scatters,
         all_to_all,
         objects,
+        barriers,
         messages,
         messages_of_any_rank,
         coalesced,
@@ -493,12 +546,14 @@ CASES = {
         works,
         older_names,
         subgroups,
+        devices,
         beside_gloo,
         functional_collectives,
         distributed_tensors,
         data_parallel,
         data_parallel_without_sync,
         fully_sharded,
+        checkpoints,
         compiled,
     )
 }

@@ -32,7 +32,12 @@ def outcomes(request: pytest.FixtureRequest) -> Iterator[list[dict[str, tuple[fl
     yield run_ranks(run_cases, request.param, list(CASES), timeout=110.0)
 
 
+def failures(outcomes: list[Any], name: str) -> list[str]:
+    """What the ranks raised in a case."""
+    return [f"rank {rank}: {name}: {found[name][1]}" for rank, found in enumerate(outcomes) if found[name][1]]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_case(outcomes: list[Any], name: str) -> None:
-    errors = [f"rank {rank}: {found[name][1]}" for rank, found in enumerate(outcomes) if found[name][1]]
+    errors = failures(outcomes, name)
     assert not errors, "\n".join(errors)

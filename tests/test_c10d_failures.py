@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from c10d_cases import group
+from c10d_cases import group, monitored_barrier
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import fully_shard
@@ -189,6 +189,13 @@ WRONG: dict[str, Any] = {
         EpcommTimeoutError,
         PeerFailedError,
         ["TimeoutError", "barrier"],
+    ),
+    "one comes late where it is watched for": (
+        lambda: monitored_barrier(timedelta(seconds=0.3)),
+        lambda: time.sleep(1.0) or monitored_barrier(),
+        EpcommTimeoutError,
+        PeerFailedError,
+        ["TimeoutError", "waited 0.3 s for rank 1"],
     ),
 }
 

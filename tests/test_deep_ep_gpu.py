@@ -1,4 +1,4 @@
-"""DeepEP's surface on the GPU's kernels, interpreted, beside ranks that have the CPU's."""
+"""DeepEP's surface on the GPU's kernels, interpreted: `Buffer` on all ranks, everything beside ranks with the CPU's."""
 
 from __future__ import annotations
 
@@ -13,6 +13,17 @@ from ep_cases import Step, on_ranks
 
 import epcomm
 from epcomm.integrations import deep_ep
+
+
+def test_buffer() -> None:
+    def body(comm: epcomm.Communicator) -> None:
+        buffer = deep_ep.Buffer(comm)
+        for number in range(3):
+            high_throughput.round_trip(buffer, Step(high_throughput.CASES[0], 2, number))
+            low_latency.round_trip(buffer, Step(low_latency.CASES[0], 2, number), hooked=number == 1)
+        buffer.destroy()
+
+    on_ranks(2, body, kernels="triton")
 
 
 @pytest.mark.slow

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from gloo_ranks import with_process_group
 from transformers_models import FAMILIES, tiny_model
 
+from epcomm.testing.interpreter import kernels_of
+
 # Lengths of each rank's sequences, by step. (Attention in transformers takes no empty batch; the experts do, below.)
 LENGTHS = [[7, 9, 4], [3, 1, 5], [1, 12, 2]]
 # Of float32 sums in another order, relative to the largest logit, or gradient of the model: a gradient that cancels (a
@@ -43,14 +45,15 @@ def whole_gradients(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: weight.grad.full_tensor() for name, weight in module.named_parameters()}
 
 
-def run_models(path: str, families: list[str]) -> list[Any]:
+def run_models(path: str, families: list[str], kernels: str) -> list[Any]:
     """On each rank: (logits by step, gradients) of each family's model."""
     rank, size, found = dist.get_rank(), dist.get_world_size(), []
     for family in families:
         model = load(path, family, fsdp_size=size, ep_size=size)
         logits = []
         for lengths in LENGTHS:
-            out = model(batch(rank, lengths[rank])).logits
+            with kernels_of(kernels):  # the first call makes the communicator
+                out = model(batch(rank, lengths[rank])).logits
             out.square().sum().backward()
             logits.append(out.detach())
         found.append((logits, whole_gradients(model)))
@@ -81,10 +84,10 @@ def assert_equal(got: dict[Any, torch.Tensor], wanted: dict[Any, torch.Tensor], 
     assert {name: error for name, error in errors.items() if not error <= limit} == {}, (where, limit)
 
 
-def check(tmp_path: Path, families: list[str], size: int) -> None:
+def check(tmp_path: Path, families: list[str], size: int, kernels: str = "numba") -> None:
     for family in families:
         tiny_model(family).save_pretrained(tmp_path / family)
-    by_rank = with_process_group(size, run_models, str(tmp_path), families, timeout=300)
+    by_rank = with_process_group(size, run_models, str(tmp_path), families, kernels, timeout=300)
     for number, family in enumerate(families):
         logits, gradients = one_process(family, size)
         for rank in range(size):
@@ -95,6 +98,11 @@ def check(tmp_path: Path, families: list[str], size: int) -> None:
 
 def test_models_of_two_families_equal_one_process(tmp_path: Path) -> None:
     check(tmp_path, ["qwen3_moe", "gpt_oss"], 2)
+
+
+@pytest.mark.slow
+def test_model_on_interpreted_kernels(tmp_path: Path) -> None:
+    check(tmp_path, ["qwen3_moe"], 2, kernels="triton")
 
 
 @pytest.mark.slow
@@ -129,24 +137,26 @@ def tokens(rank: int, num: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     return torch.randn(num, 48, generator=generator), index[:num], torch.rand(num, 2, generator=generator)
 
 
-def run_empty(path: str, family: str) -> Any:
+def run_empty(path: str, family: str, kernels: str) -> Any:
     """On each rank: outputs and gradients of the inputs by step, and those of the experts."""
     rank, size, found = dist.get_rank(), dist.get_world_size(), []
     experts = load(path, family, fsdp_size=size, ep_size=size).model.layers[0].mlp.experts
     for nums in TOKENS:
         hidden, index, weights = tokens(rank, nums[rank])
-        out = experts(hidden.requires_grad_(), index, weights.requires_grad_())
+        with kernels_of(kernels):
+            out = experts(hidden.requires_grad_(), index, weights.requires_grad_())
         out.square().sum().backward()
         found.append((out.detach(), hidden.grad, weights.grad))
     return found, whole_gradients(experts)
 
 
-def test_ranks_without_tokens(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernels", ["numba", "triton"])
+def test_ranks_without_tokens(tmp_path: Path, kernels: str) -> None:
     model = tiny_model("qwen3_moe")
     model.save_pretrained(tmp_path / "qwen3_moe")
     model.set_experts_implementation("eager")
     experts = model.model.layers[0].mlp.experts
-    by_rank = with_process_group(2, run_empty, str(tmp_path), "qwen3_moe", timeout=300)
+    by_rank = with_process_group(2, run_empty, str(tmp_path), "qwen3_moe", kernels, timeout=300)
     for rank, (found, _) in enumerate(by_rank):
         for step, got in enumerate(found):
             hidden, index, weights = tokens(rank, TOKENS[step][rank])

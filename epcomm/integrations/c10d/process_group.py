@@ -1,4 +1,4 @@
-"""The process group and its works: what torch calls, in terms of a `Communicator`."""
+"""The operations of a process group: what torch calls, in terms of a `Communicator`."""
 
 # torch calls these methods by position; its stubs name the parameters otherwise
 # mypy: disable-error-code="override, assignment"
@@ -12,129 +12,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from epcomm.communicator import Communicator
-from epcomm.initialize import init
+from epcomm.integrations.c10d.group import CPU, Group
+from epcomm.integrations.c10d.work import Work, seconds_of
 
 Tensor = torch.Tensor
-_CPU = torch.device("cpu")
-_NO_GRAPH_TASK = -1  # outside of a backward pass
 
 
-class Work(dist._Work):
-    """An operation of a group: `work` of a communicator, None once it is complete; `tensors` are its results."""
-
-    def __init__(self, work: Any, tensors: list[Tensor], source: int | None = None):
-        super().__init__()
-        self.work, self._tensors, self._source = work, tensors, source
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # noqa: B008
-        """Returns True once it is complete, or raises what it raised; `TimeoutError` after a `timeout` that isn't 0."""
-        return self.work is None or self.work.wait(_seconds(timeout))
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def is_completed(self) -> bool:
-        return self.work is None or self.work.is_completed()
-
-    def is_success(self) -> bool:
-        return self.is_completed() and self.exception() is None
-
-    def exception(self) -> BaseException | None:
-        return None if self.work is None else self.work.exception()
-
-    def result(self) -> list[Tensor]:
-        self.wait()
-        return self._tensors
-
-    def source_rank(self) -> int:
-        """The rank that a message came from."""
-        return self.work.result()[1] if self._source is None else self._source
-
-    _source_rank = source_rank
-
-    def get_future(self) -> torch.futures.Future:
-        """A future of the results. In a backward pass the end of the pass waits for it as well, and raises.
-
-        DistributedDataParallel reads futures in C++. There one that Python has failed looks complete, with the
-        exception as its value, which crashes; one whose callback raised is an error, but of no particular kind.
-        What is raised at the end of the pass, before it reads them, is what has happened.
-        """
-        if self.work is None:
-            future: torch.futures.Future = torch.futures.Future()
-            future.set_result(self._tensors)
-            return future
-        if torch._C._current_graph_task_id() != _NO_GRAPH_TASK:
-            torch.autograd.Variable._execution_engine.queue_callback(self.synchronize)
-        return self.work.get_future().then(self._results_of)
-
-    def _results_of(self, future: torch.futures.Future) -> list[Tensor]:
-        future.value()  # raises if the operation did
-        return self._tensors
-
-
-class ProcessGroup(dist.ProcessGroup):
-    """A group of ranks with a communicator for each device of its tensors.
-
-    The one for CPUs is made at once. Any other is made by the first operation on its device, which all ranks must call.
-    """
-
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
-        super().__init__(rank, size)  # type: ignore[call-arg]  # that of (store, rank, size) fails in torch 2.13
-        self._store, self._timeout = store, timeout.total_seconds()
-        self._name = self._description = ""
-        self._communicators: dict[torch.device, Communicator] = {}
-        self._communicator(_CPU)
-
-    def _communicator(self, device: torch.device) -> Communicator:
-        if device not in self._communicators:
-            self._communicators[device] = init(
-                store=self._store, rank=self.rank(), world_size=self.size(), device=device, timeout=self._timeout
-            )
-        return self._communicators[device]
-
-    # ---- the group
-
-    def getBackendName(self) -> str:
-        return "epcomm"
-
-    def setGroupName(self, name: str) -> None:
-        self._name = name
-
-    def getGroupName(self) -> str:
-        return self._name
-
-    def setGroupDesc(self, description: str) -> None:
-        self._description = description
-
-    def getGroupDesc(self) -> str:
-        return self._description
-
-    def shutdown(self) -> None:
-        """What `destroy_process_group` does. Collective, unless the group has failed."""
-        for communicator in self._communicators.values():
-            communicator.close()
-
-    def abort(self) -> None:
-        """Fails the group on all ranks and leaves it."""
-        for communicator in self._communicators.values():
-            communicator.abort("the process group was aborted")
-            communicator.close()
-
-    # ---- collectives. Lists are of one tensor each: they once held one for each GPU of a process.
+class ProcessGroup(Group):
+    """torch's lists are of one tensor each: they once held one for each GPU of a process."""
 
     def _run(self, name: str, opts: Any, results: list[Tensor], x: Any, *args: Any, **kwargs: Any) -> Work:
         """Calls a method of the communicator, whose results are `results`."""
         device = (x[0] if isinstance(x, list) else results[0] if x is None else x).device
         method = getattr(self._communicator(device), name)
-        work = method(x, *args, **kwargs, async_op=opts.asyncOp, timeout=_seconds(opts.timeout))
+        work = method(x, *args, **kwargs, async_op=opts.asyncOp, timeout=seconds_of(opts.timeout))
         return Work(work if opts.asyncOp else None, results)
 
     def barrier(self, opts: Any = dist.BarrierOptions()) -> Work:  # noqa: B008
         work = None
         for communicator in reversed(self._communicators.values()):  # the works of other devices are complete at once
-            work = communicator.barrier(async_op=opts.asyncOp, timeout=_seconds(opts.timeout))
+            work = communicator.barrier(async_op=opts.asyncOp, timeout=seconds_of(opts.timeout))
         return Work(work, [])
+
+    def monitored_barrier(self, timeout: timedelta = timedelta(0), wait_all_ranks: bool = False) -> None:  # noqa: B008
+        """A barrier on CPUs, whose error names a rank that has not come; only one, whatever `wait_all_ranks` says."""
+        self._communicator(CPU).barrier(timeout=seconds_of(timeout))
 
     def allreduce(self, tensors: list[Tensor], opts: Any = dist.AllreduceOptions()) -> Work:  # noqa: B008
         (x,) = tensors
@@ -230,11 +132,6 @@ def _op(opts: Any) -> str:
     """epcomm's name of a reduction; the communicator says which there are."""
     name = opts.reduceOp.op.name.lower()
     return "prod" if name == "product" else name
-
-
-def _seconds(timeout: timedelta) -> float | None:
-    """None for the values with which torch says that nothing was asked for, which are not positive."""
-    return timeout.total_seconds() if timeout > timedelta(0) else None
 
 
 def _flat(out: Tensor) -> Tensor:
