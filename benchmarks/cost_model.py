@@ -30,7 +30,7 @@ from benchmarks.published_schedules import SCHEDULES, read_schedule
 from epcomm.collectives.algorithms import ALGORITHMS
 from epcomm.collectives.cost.choice import Candidate, Request, candidates
 from epcomm.collectives.cost.machines import find_machine
-from epcomm.collectives.cost.protocols import PROTOCOLS
+from epcomm.collectives.cost.protocols import PRICED
 from epcomm.collectives.plan import COLLECTIVES
 from epcomm.kernels.protocol.collectives import ONE_SHOT_BYTES
 from epcomm.model.published import ALLREDUCE as PUBLISHED
@@ -65,7 +65,7 @@ def compare_published() -> Iterator[dict]:
         algorithm = _MEASURED[name]
         names = ("ring", "double_binary_tree") if algorithm is None else (algorithm,)
         request = Request(figure.num_bytes, machine)
-        price = candidates(request, algorithms=names, protocols=tuple(PROTOCOLS))[0].microseconds
+        price = candidates(request, algorithms=names, protocols=tuple(PRICED))[0].microseconds
         yield _compared(f"{name}, measured", figure.source, figure.num_bytes, figure.microseconds, price)
         if algorithm is None:
             astra = simulate(ring, figure.num_bytes, ASTRA_SIM).makespan
@@ -83,7 +83,7 @@ def compare_choices() -> Iterator[dict]:
     for kind, name, num_bytes in itertools.product(COLLECTIVES, ("dgx_h100", "dgx1_v100"), (1 << 10, 1 << 20, 1 << 24)):
         found: dict[str, Candidate] = {}
         request = Request(num_bytes, find_machine(name, 8), kind=kind)
-        for each in candidates(request, protocols=tuple(PROTOCOLS)):
+        for each in candidates(request, protocols=tuple(PRICED)):
             found.setdefault(each.algorithm, each)
         times = {algorithm: each.simulated().makespan for algorithm, each in found.items()}
         chosen, best = next(iter(found)), min(times, key=lambda algorithm: times[algorithm])

@@ -20,6 +20,10 @@ from epcomm.errors import ConfigError
 from epcomm.kernels.protocol import plans as table
 
 CALLS = 3  # of each plan, each on new data
+#: what is not for any number of ranks
+POWERS_OF_TWO = {("halving_doubling", "reduce_scatter"), ("halving_doubling", "allgather")} | {
+    ("swing", kind) for kind in ("allreduce", "allgather", "reduce_scatter")
+}
 
 
 @functools.cache
@@ -32,6 +36,7 @@ def plans_of(num_ranks: int, root: int, channels: int, protocol: str) -> tuple[P
                 found.append(algorithm.plan(kind, num_ranks, root=root, channels=channels, protocol=protocol))
             except ConfigError as error:
                 assert "power of two" in str(error)
+                assert (algorithm.name, kind) in POWERS_OF_TWO and num_ranks & (num_ranks - 1)
     return tuple(found)
 
 

@@ -14,7 +14,7 @@ from benchmarks.published_schedules import SCHEDULES, read_schedule
 from epcomm.cli import app
 from epcomm.collectives.cost.choice import Candidate, Request, candidates, choose
 from epcomm.collectives.cost.machines import Machine, find_machine
-from epcomm.collectives.cost.protocols import CPU_COSTS, CPU_PLAN_COSTS, KERNEL, PROTOCOLS, costs_of, protocols_of
+from epcomm.collectives.cost.protocols import CPU_COSTS, CPU_PLAN_COSTS, KERNEL, PRICED, costs_of, protocols_of
 from epcomm.collectives.cost.schedules import algorithms_of
 from epcomm.collectives.plan import COLLECTIVES
 from epcomm.collectives.plan.conditions import REDUCTIONS, ROOTED
@@ -42,7 +42,7 @@ def chosen(
 
 def plans(request: Request) -> list[Candidate]:
     """Of every protocol, whether or not executors have it, cheapest first."""
-    return candidates(request, protocols=tuple(PROTOCOLS))
+    return candidates(request, protocols=tuple(PRICED))
 
 
 def cheapest_plan(num_bytes: int, name: str = "dgx_h100", num_ranks: int = 8) -> Candidate:
@@ -65,7 +65,7 @@ def test_prices_grow_with_bytes():
         prices = [each.microseconds for each in found]
         assert prices == sorted(prices) and prices[0] > before
         assert {(each.algorithm, each.protocol) for each in found} == {
-            (name, protocol) for name in algorithms_of("allreduce") if name != "hierarchical" for protocol in PROTOCOLS
+            (name, protocol) for name in algorithms_of("allreduce") if name != "hierarchical" for protocol in PRICED
         }
         before = prices[0]
 

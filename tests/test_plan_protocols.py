@@ -18,7 +18,7 @@ from failure_cases import Raised, raised_by, works
 
 import epcomm
 from epcomm.collectives.algorithms import ALGORITHMS
-from epcomm.collectives.cost.protocols import PROTOCOLS as PRICED
+from epcomm.collectives.cost.protocols import PRICED
 from epcomm.collectives.plan import Collective, Dependency, Location, Op, Plan, Position, Program, Step
 from epcomm.collectives.plan.fifos import FifoMemory
 from epcomm.collectives.plan.local_order import local_order

@@ -21,12 +21,12 @@ from epcomm.collectives import ops as reductions
 from epcomm.collectives.cost.choice import Candidate, Request, choose
 from epcomm.collectives.cost.kernels import octave
 from epcomm.collectives.cost.machines import Machine, find_machine
-from epcomm.collectives.cost.protocols import EXECUTED
 from epcomm.collectives.plan.lower import prove
 from epcomm.collectives.selection import chosen_kernel, chosen_on
 from epcomm.errors import ConfigError, PeerFailedError
 from epcomm.explain.explanation import explain
 from epcomm.kernels.protocol.collectives import ONE_SHOT_BYTES
+from epcomm.kernels.protocol.lines import PROTOCOLS
 from epcomm.testing.interpreter import kernels_of
 from epcomm.testing.ranks import rank_outcomes, run_ranks
 from epcomm.topology import PRESETS, Device, Link, Topology, crossings, known_gpus, read_host
@@ -142,7 +142,7 @@ def test_16_bit_sums_round_once(topology: Topology) -> None:
 def test_what_is_chosen_can_run(topology: Topology) -> None:
     for num_bytes, programs in itertools.product(SIZES[1::2], (1, 3, 16)):
         found = chosen(topology, num_bytes, num_programs=programs)
-        assert found.is_kernel or found.protocol in EXECUTED and found.channels <= programs
+        assert found.is_kernel or found.protocol in PROTOCOLS and found.channels <= programs
         assert found.is_kernel or prove(found.plan).proof.same_bits
     twin = Topology(topology.name, topology.devices, topology.links, topology.ranks)
     assert chosen(twin, MIB) == chosen(topology, MIB)

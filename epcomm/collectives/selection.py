@@ -11,7 +11,7 @@ from epcomm.collectives.plan import Plan
 from epcomm.errors import ConfigError, UnsupportedError
 from epcomm.kernels.protocol.arithmetic import SWITCH_DTYPES, SWITCH_OPS
 from epcomm.kernels.protocol.collectives import ONE_SHOT_BYTES
-from epcomm.kernels.protocol.lines import LL128
+from epcomm.kernels.protocol.lines import LL128, PROTOCOLS
 
 if TYPE_CHECKING:
     from epcomm.collectives.cost.machines import Machine
@@ -74,10 +74,10 @@ def chosen_on(
     machine: Machine, num_bytes: int, dtype: torch.dtype, op: str, num_programs: int, has_ll128: bool
 ) -> str | Plan:
     """What `auto` means for an allreduce on a machine: a kernel's name, or a plan."""
-    from epcomm.collectives.cost.choice import EXECUTED, Request, choose  # here machines have loaded most of it
+    from epcomm.collectives.cost.choice import Request, choose  # here machines have loaded most of it
 
     name = str(dtype).removeprefix("torch.")
-    protocols = tuple(each for each in EXECUTED if has_ll128 or each != LL128)
+    protocols = tuple(each for each in PROTOCOLS if has_ll128 or each != LL128)
     chosen = choose(Request(num_bytes, machine, name, op=op, num_programs=num_programs, protocols=protocols))
     return chosen.algorithm if chosen.is_kernel else chosen.plan
 

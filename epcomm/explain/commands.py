@@ -10,7 +10,7 @@ from rich.console import Console
 
 from epcomm.collectives.cost.choice import CHANNELS, DTYPES, Request
 from epcomm.collectives.cost.machines import MOST_BUILT, find_machine
-from epcomm.collectives.cost.protocols import KERNEL, PROTOCOLS
+from epcomm.collectives.cost.protocols import KERNEL, PRICED
 from epcomm.collectives.cost.schedules import SCHEDULES
 from epcomm.collectives.plan import COLLECTIVES
 from epcomm.errors import EpcommError
@@ -39,7 +39,7 @@ def explain_command(
     topology: str = _TOPOLOGY,
     dtype: str = typer.Option("float32", help=" | ".join(DTYPES)),
     algorithm: str = typer.Option("auto", help=f"auto | {' | '.join(SCHEDULES)}"),
-    protocol: str = typer.Option("auto", help=f"auto | {KERNEL} | {' | '.join(PROTOCOLS)}"),
+    protocol: str = typer.Option("auto", help=f"auto | {KERNEL} | {' | '.join(PRICED)}"),
     programs: int = typer.Option(CHANNELS[-1], help="of a rank, for operations: a plan's channels at most"),
     trace: Path | None = _TRACE,
     draw: Path | None = _DRAW,

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 from epcomm.collectives.algorithms import ALGORITHMS
 from epcomm.collectives.cost.kernels import kernels_for, measured_kernel, octave
 from epcomm.collectives.cost.machines import Machine
-from epcomm.collectives.cost.protocols import EXECUTED, KERNEL, costs_of, protocols_of
+from epcomm.collectives.cost.protocols import KERNEL, costs_of, protocols_of
 from epcomm.collectives.cost.schedules import SCHEDULES, algorithms_of
 from epcomm.collectives.cost.world import World
 from epcomm.collectives.plan import Collective, Plan
 from epcomm.collectives.plan.conditions import ROOTED
 from epcomm.errors import ConfigError
 from epcomm.kernels.protocol.collectives import CHUNK_BYTES
-from epcomm.kernels.protocol.lines import SIMPLE
+from epcomm.kernels.protocol.lines import PROTOCOLS, SIMPLE
 from epcomm.simulation.costs import Costs
 from epcomm.simulation.rounds import Schedule
 
@@ -60,7 +60,7 @@ class Request:
     root: int = 0
     op: str = "sum"
     num_programs: int = CHANNELS[-1]
-    protocols: tuple[str, ...] = EXECUTED
+    protocols: tuple[str, ...] = PROTOCOLS
 
     def __post_init__(self) -> None:
         if self.root and self.kind not in ROOTED:

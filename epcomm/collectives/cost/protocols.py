@@ -35,7 +35,7 @@ def _latency(nvlink: tuple[float, float], pci: tuple[float, float], network: tup
 
 
 #: of plans
-PROTOCOLS = {
+PRICED = {
     "ll": Protocol("ll", 4 / 8, (6.6, 6.8), _latency((0.6, 0.6), (1.0, 1.0), (2.7, 5.0))),
     "ll128": Protocol("ll128", 120 / 128, (14.0, 14.0), _latency((1.9, 1.25), (2.5, 1.9), (4.0, 8.5))),
     "simple": Protocol("simple", 1.0, (8.4, 8.4), _latency((3.4, 4.0), (5.7, 4.0), (14.0, 14.0))),
@@ -44,10 +44,8 @@ PROTOCOLS = {
 #: In place of a protocol: the algorithm's kernel written by hand. It starts as fast as the leanest protocol, for it has
 #: no FIFOs; then data comes before a flag, as with Simple.
 KERNEL = "kernel"
-_BY_HAND = Protocol(KERNEL, 1.0, PROTOCOLS["ll"].base, PROTOCOLS["simple"].latency)
+_BY_HAND = Protocol(KERNEL, 1.0, PRICED["ll"].base, PRICED["simple"].latency)
 
-#: what executors of plans have. On some GPUs plans don't run by "ll128": see `Target.moves_whole_lines`.
-EXECUTED = ("simple", "ll", "ll128")
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ HOSTS = ("two_socket_host", "host")
 
 def protocols_of(machine: str) -> tuple[str, ...]:
     """What plans on a machine of this name can choose from."""
-    return ("simple",) if machine in HOSTS else tuple(PROTOCOLS)
+    return ("simple",) if machine in HOSTS else tuple(PRICED)
 
 
 def costs_of(machine: str, protocol: str, algorithm: str, channels: int, num_nodes: int) -> Costs:
@@ -103,7 +101,7 @@ def costs_of(machine: str, protocol: str, algorithm: str, channels: int, num_nod
         raise ConfigError(f"argument `protocol`: on {machine} wanted one of {', '.join(known)}, got {protocol!r}")
     if machine in HOSTS:
         return CPU_COSTS if protocol == KERNEL else CPU_PLAN_COSTS
-    found, column = _BY_HAND if protocol == KERNEL else PROTOCOLS[protocol], int(algorithm in TREES)
+    found, column = _BY_HAND if protocol == KERNEL else PRICED[protocol], int(algorithm in TREES)
     return Costs(
         launch=found.base[column],
         channel=GENERATIONS.get(machine, _UNLIMITED).channel(protocol, channels, num_nodes),
