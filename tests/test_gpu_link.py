@@ -106,6 +106,7 @@ LINKED_CALLS = {
     "exchange_network": {"put", "raise", "quiet"},
     "allreduce_rails": {"put", "raise", "quiet"},
     "broadcast_network": {"put", "raise", "quiet"},
+    "execute_plan": {"put", "raise", "quiet"},
     "exchange_counts": {"put", "raise", "quiet"},
     "dispatch": {"put", "raise", "quiet"},
     "combine": {"put", "raise", "quiet"},

@@ -106,7 +106,7 @@ def test_rounding(hosts: list[int], port: int) -> None:
 
 
 def refused_algorithms(comm: epcomm.Communicator) -> None:
-    for algorithm in ("one_shot", "two_shot", "ring"):
+    for algorithm in ("one_shot", "two_shot"):
         error = raised_by(comm.allreduce, torch.ones(3), algorithm=algorithm).error
         assert isinstance(error, UnsupportedError) and "on several hosts" in str(error), error
         comm.reset()

@@ -6,6 +6,7 @@ result to the others, who each finish the part (one hop); or each host finishes 
 others (two hops, less traffic). Partial results of 16-bit floats are float32, so a result is rounded once; with one
 rank per host they are its input, in its own dtype. Each rank keeps of the result what the operation gives it: all,
 nothing (a reduce to another rank), or its part (a reduce-scatter).
+Where parts are large, hosts take turns in putting, see `TURN_BYTES`.
 A channel's step i: stage chunk i for this host (all but the part this rank reduces) | reduce this rank's part of chunk
 i - 1 over its host and put that to its rail | finish what the rail put of chunk i - 2, all or this rank's share, which
 it puts to its rail | copy chunk i - 3 out of the slots of this host's ranks. Inputs are reduced in rank order, partial
@@ -81,6 +82,17 @@ def _wants(ctx, args, node):
 
 
 @device
+def _take_turn(ctx, state, channel, count, distance, kind, site):
+    """Before the host that is farther than `distance` is put to: waits for what the one as far before puts here."""
+    me, table = word(ctx, control.RANK), word(state, protocol.NODES)
+    own_node, number, num_nodes = node_of(ctx, table, me), number_of(ctx, table, me), word(table, nodes.NUM_NODES)
+    if distance + 1 == num_nodes:
+        return control.OK
+    before = member(ctx, table, (own_node - distance + num_nodes) % num_nodes, number)
+    return meet_pushed(ctx, state, channel, kind, before, count + 1, site)  # RAW, early
+
+
+@device
 def _reduce_on_host(ctx, args, channel, count, x, length):
     """Reduces this rank's part of a chunk over its host, and puts to each rank of its rail what that finishes."""
     state, window, scale = word(args, protocol.STATE), window_of_collectives(ctx), word(args, protocol.PARTIAL_SCALE)
@@ -111,6 +123,10 @@ def _reduce_on_host(ctx, args, channel, count, x, length):
             place = partial + (first - low) * scale
             put(ctx, window, rank, place, place, (end - first) * scale)
         push(ctx, state, channel, protocol.PUSHED_PARTIAL, rank, me, count + 1)
+        if (high - low) * scale >= word(args, protocol.NUM_SHARES) * protocol.TURN_BYTES:
+            status = _take_turn(ctx, state, channel, count, distance, protocol.PUSHED_PARTIAL, sites.RAILS_PARTIAL)
+            if status != control.OK:
+                return status
     return control.OK
 
 
@@ -151,6 +167,10 @@ def _reduce_on_rail(ctx, args, channel, count, length):
             rank = member(ctx, table, node, number)
             put(ctx, window, rank, place, place, end - first if _wants(ctx, args, node) else 0)
             push(ctx, state, channel, protocol.PUSHED_REDUCED, rank, me, count + 1)
+            if end - first >= protocol.TURN_BYTES:
+                status = _take_turn(ctx, state, channel, count, distance, protocol.PUSHED_REDUCED, sites.RAILS_REDUCED)
+                if status != control.OK:
+                    return status
     return control.OK
 
 
@@ -194,7 +214,8 @@ def _copy_out(ctx, args, channel, count, start, length):
 @device
 def _reduce_channel(ctx, args, channel, x, out, num_bytes):
     """One channel's bytes of the operation."""
-    state, chunk = word(args, protocol.STATE), protocol.CHUNK_BYTES
+    state = word(args, protocol.STATE)
+    chunk = min(protocol.CHUNK_BYTES, max(protocol.PIECE_BYTES, num_bytes // protocol.PIECES_PER_HOP & -64))
     me, table = word(ctx, control.RANK), word(state, protocol.NODES)
     number, num_rails = number_of(ctx, table, me), word(table, nodes.NUM_RAILS)
     first = word(state, protocol.CHUNKS + 2 * channel)

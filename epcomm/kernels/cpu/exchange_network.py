@@ -3,6 +3,7 @@
 Ranks of the sender's host read what it staged, those of other hosts what arrived in their own memory. Where all
 receivers get the same bytes they travel once per host, to the *forwarder*: the rank with the sender's number there,
 modulo how many there are. The others of that host read from its memory.
+Where pieces are large, hosts take turns in putting, see `TURN_BYTES`.
 A channel's step i: stage and put piece i | tell the ranks of this host what came to forward | take piece i - 1.
 
 Edges; every word is in the waiter's own memory
@@ -51,14 +52,20 @@ def _send(ctx, args, channel, count, start, piece):
     stage(ctx, args, peer(ctx, me) + slot, start, piece)
     to = slot_offset(word(state, protocol.RECEIVED_SLOTS), channel, count) + me * piece
     if not word(args, protocol.SHARED):
+        _tell_host(ctx, state, channel, protocol.PUSHED_SENT, me, count)
         for distance in range(1, size):
-            rank = (me + distance) % size
+            rank, before = (me + distance) % size, (me - distance + size) % size
             if peer(ctx, rank) == 0:
                 length = min(piece, entry(ctx, args, protocol.SEND_BYTES, rank) - start)
                 put(ctx, window, rank, to, slot + rank * piece, length)
-            push(ctx, state, channel, protocol.PUSHED_SENT, rank, me, count + 1)
+                push(ctx, state, channel, protocol.PUSHED_SENT, rank, me, count + 1)
+                if length >= protocol.TURN_BYTES and distance + 1 < size and peer(ctx, before) == 0:
+                    status = _meet_sender(ctx, state, channel, count, before)
+                    if status != control.OK:
+                        return status
         return control.OK
     own_node, num_nodes = node_of(ctx, table, me), word(table, nodes.NUM_NODES)
+    _tell_host(ctx, state, channel, protocol.PUSHED_SENT, me, count)
     for distance in range(1, num_nodes):
         node, length = (own_node + distance) % num_nodes, 0
         for number in range(num_members(ctx, table, node)):
@@ -67,7 +74,11 @@ def _send(ctx, args, channel, count, start, piece):
         forwarder = _forwarder(ctx, table, me, node)
         put(ctx, window, forwarder, to, slot, length)
         push(ctx, state, channel, protocol.PUSHED_SENT, forwarder, me, count + 1)
-    _tell_host(ctx, state, channel, protocol.PUSHED_SENT, me, count)
+        before, number = (own_node - distance + num_nodes) % num_nodes, number_of(ctx, table, me)
+        if length >= protocol.TURN_BYTES and distance + 1 < num_nodes and number < num_members(ctx, table, before):
+            status = _meet_sender(ctx, state, channel, count, member(ctx, table, before, number))
+            if status != control.OK:
+                return status
     return control.OK
 
 
