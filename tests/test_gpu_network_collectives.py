@@ -58,13 +58,17 @@ MOVED = [
     (torch.complex128, (1, 2)),
 ]
 #: nodes of one rank and of two, in ranks' order and not; three nodes
-CHOSEN = {"1+2": WORLDS["1+2"], "interleaved": WORLDS["interleaved"], "1+1+1": [0, 1, 2]}
-OTHERS = {"1+1": WORLDS["1+1"], "2+2": WORLDS["2+2"], "1+2+1": [0, 1, 1, 2]}
-every_world = pytest.mark.parametrize(
-    "nodes",
-    [*CHOSEN.values(), *(pytest.param(nodes, marks=pytest.mark.slow) for nodes in OTHERS.values())],
-    ids=[*CHOSEN, *OTHERS],
-)
+ALL_WORLDS = {**WORLDS, "1+1+1": [0, 1, 2], "1+2+1": [0, 1, 1, 2]}
+
+
+def in_worlds(*names: str) -> pytest.MarkDecorator:
+    """In these by default, in all others where slow tests run."""
+    slow = pytest.mark.slow
+    worlds = [pytest.param(nodes, marks=() if name in names else slow) for name, nodes in ALL_WORLDS.items()]
+    return pytest.mark.parametrize("nodes", worlds, ids=ALL_WORLDS)
+
+
+every_world = in_worlds("1+2", "1+1+1")
 
 
 def in_small_chunks(comm: epcomm.Communicator, body: Callable[..., Any], *args: Any) -> Any:
@@ -99,7 +103,7 @@ def run_movement(comm: epcomm.Communicator) -> None:
         comm.barrier()
 
 
-@every_world
+@in_worlds("1+2", "interleaved", "1+1+1")
 def test_data_movement(nodes: list[int]) -> None:
     on_nodes(nodes, in_small_chunks, run_movement)
 
@@ -145,11 +149,7 @@ def run_plans(comm: epcomm.Communicator) -> None:
     check_plan(comm, "one_shot", "reduce", 0, torch.float32, "avg", root=1)
 
 
-@pytest.mark.parametrize(
-    "nodes",
-    [CHOSEN["1+2"], *(pytest.param(CHOSEN[name], marks=pytest.mark.slow) for name in ("interleaved", "1+1+1"))],
-    ids=CHOSEN,
-)
+@in_worlds("1+2")
 def test_plans(nodes: list[int]) -> None:
     on_nodes(nodes, in_small_slots, run_plans)
 
@@ -178,13 +178,14 @@ def send_messages(comm: epcomm.Communicator) -> list[int]:
     return traffic(comm, sent_bytes, MESSAGE)
 
 
-@pytest.mark.parametrize("nodes", [CHOSEN["1+1+1"], CHOSEN["interleaved"]], ids=["1+1+1", "interleaved"])
-def test_traffic(nodes: list[int]) -> None:
+@pytest.mark.parametrize("name", ["1+1+1", "interleaved"])
+def test_traffic(name: str) -> None:
     """Parts and shares of small chunks are rounded up to a larger share of them."""
+    nodes = ALL_WORLDS[name]
     check_traffic(nodes, on_nodes(nodes, in_small_chunks, send_messages), MESSAGE, within=0.05)
 
 
-@pytest.mark.parametrize("nodes", CHOSEN.values(), ids=CHOSEN)
+@in_worlds("1+2", "1+1+1")
 def test_rounding(nodes: list[int]) -> None:
     results = on_nodes(nodes, in_small_chunks, check_rounding, nodes, 2_001)
     assert all(result == results[0] for result in results)  # each rank's part had the same inputs

@@ -38,7 +38,7 @@ def on_ranks(world: int, body: Callable[..., Any], *args: Any, ranks: str = "pro
     return run_ranks(run, world, ranks=ranks, timeout=200.0)
 
 
-@pytest.mark.parametrize("world", range(2, 9))
+@pytest.mark.parametrize("world", [2, 3, 4, 5, *(pytest.param(world, marks=pytest.mark.slow) for world in (6, 7)), 8])
 def test_every_algorithm(world: int) -> None:
     on_ranks(world, check_plans, world // 2, 1 + world % 2, SMALL, ranks="threads", num_threads=1)
 
