@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -67,10 +68,11 @@ def _run(comm: epcomm.Communicator, plan: Plan | str, kind: str, x: torch.Tensor
 
 
 def check_plan(comm: epcomm.Communicator, plan: Plan | str, kind: str, num_items: int, dtype: torch.dtype,
-               op: str = "sum", root: int = 0, in_place: bool = True, out_of_place: bool = True) -> None:  # fmt: skip
+               op: str = "sum", root: int = 0, in_place: bool = True, out_of_place: bool = True,
+               addend: Callable[..., torch.Tensor] = addend) -> None:  # fmt: skip
     """Runs a plan CALLS times, out of place and in place where it may, on items that tell ranks and calls apart.
 
-    `num_items` are a rank's of a block.
+    `num_items` are a rank's of a block; `addend` makes what is reduced.
     """
     rank, size = comm.rank, comm.size
     shape = (num_items * (size if kind in ("reduce_scatter", "alltoall") else 1),)

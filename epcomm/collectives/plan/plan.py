@@ -141,6 +141,9 @@ class Plan:
     besides.
 
     `in_place` and `out_of_place` say for which of the two the plan is meant; `verify` proves it for each of them.
+    `wide_sums`: sums of some ranks' 16-bit floats, which are added in float32, are also kept and sent so; a result is
+    rounded once, when it is the sum of all ranks' (`partial_sums`). Of other dtypes, and for min and max, it changes
+    nothing.
     """
 
     name: str
@@ -151,6 +154,7 @@ class Plan:
     in_place: bool = True
     out_of_place: bool = True
     protocol: str = SIMPLE
+    wide_sums: bool = False
 
     def __post_init__(self) -> None:
         if len(self.programs) != self.num_ranks:
@@ -175,7 +179,7 @@ class Plan:
     def _hash(self) -> int:
         """Computed once: bound operations are looked up by their plan."""
         try:
-            shape = self.scratch_chunks, self.fifo_depth, self.protocol
+            shape = self.scratch_chunks, self.fifo_depth, self.protocol, self.wide_sums
             return hash((self.name, self.collective, self.programs, *shape))
         except TypeError:
             wanted = "wanted tuples throughout, so that it can't change"

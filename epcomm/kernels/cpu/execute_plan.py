@@ -2,7 +2,8 @@
 
 A worker's row: wait for what its step needs | copy or reduce one chunk's part of the tile | tell who waits for it.
 What goes to a rank of another host is put from this rank's departures. Messages in lines, see `protocol.lines`, it
-takes, computes and passes on in pieces: the next rank has the first ones before the last ones are here.
+takes, computes and passes on in pieces: the next rank has the first ones before the last ones are here. Partial sums
+may be wider than what is summed: sizes and offsets are of that, unless a row says that an operand is WIDE.
 
 Edges
   WAR  ARRIVED: the peer has ended its last operation: nobody reads or writes the slots, whatever they were used for,
@@ -126,11 +127,20 @@ def _store(args, flags, to, source, num_bytes):
 
 
 @device
+def _scaled(flags, flag, num_bytes):
+    """What `num_bytes` are of an operand that is WIDE if it has the flag."""
+    return num_bytes * protocol.WIDE if flags & flag else num_bytes
+
+
+@device
 def _move(ctx, args, row, worker, start, num_bytes, message, slot):
     """Does a row's copy or sum of `num_bytes` from byte `start` of its chunk on; messages are at `message`, `slot`."""
     flags = word(row, protocol.FLAGS)
-    source = _address(args, word(row, protocol.SRC_BUFFER), word(row, protocol.SRC_OFFSET) + start)
-    to = _address(args, word(row, protocol.DST_BUFFER), word(row, protocol.DST_OFFSET) + start)
+    source = _scaled(flags, protocol.WIDE_SRC, start) + word(row, protocol.SRC_OFFSET)
+    source = _address(args, word(row, protocol.SRC_BUFFER), source)
+    to = _scaled(flags, protocol.WIDE_RESULT, start) + word(row, protocol.DST_OFFSET)
+    to = _address(args, word(row, protocol.DST_BUFFER), to)
+    num_moved = _scaled(flags, protocol.WIDE_RESULT, num_bytes)
     if flags & (protocol.REDUCES | protocol.FINISHES):
         size = word(ctx, control.SIZE)
         operands = word(args, collectives.SOURCES) + worker * size * 8
@@ -138,36 +148,47 @@ def _move(ctx, args, row, worker, start, num_bytes, message, slot):
             set_word(operands, 0, to)
             call6(word(args, collectives.FINISH), to, operands, 1, num_bytes, size, 0)
             return
+        other = _scaled(flags, protocol.WIDE_OTHER, start) + word(row, protocol.OTHER_OFFSET)
+        other = _address(args, word(row, protocol.OTHER_BUFFER), other)
         set_word(operands, 0, source)
-        set_word(operands, 1, message if flags & protocol.RECEIVES else to)
+        set_word(operands, 1, message if flags & protocol.RECEIVES else other)
         total = slot if flags & protocol.SENDS else to
         streaming = 1 if flags & protocol.IS_FINAL and total == to and word(args, collectives.STREAMING) else 0
-        call6(word(args, collectives.REDUCE), total, operands, 2, num_bytes, size, streaming)
+        reduce = word(args, collectives.SUMS + (flags & protocol.ANY_WIDE) // protocol.WIDE_SRC)
+        call6(reduce, total, operands, 2, num_bytes, size, streaming)
         if flags & protocol.WRITES and total != to:
-            _store(args, flags, to, total, num_bytes)
+            _store(args, flags, to, total, num_moved)
         return
     if flags & protocol.RECEIVES:
         source = message
     if flags & protocol.SENDS and slot != source:
-        copy(slot, source, num_bytes)
+        copy(slot, source, num_moved)
     if flags & protocol.WRITES:
-        _store(args, flags, to, source, num_bytes)
+        _store(args, flags, to, source, num_moved)
 
 
 @device
 def _move_lines(ctx, args, table, row, worker, start, num_bytes, rank, message, flag, slot, sent_flag):
     """As `_move`, of messages in lines, `rank`'s with `flag`: from and to the worker's stage, piece by piece."""
     flags, way = word(row, protocol.FLAGS), word(table, protocol.PROTOCOL)
-    stage = word(args, collectives.STAGES) + worker * lines.PIECE_BYTES
-    for at in range(0, num_bytes, lines.PIECE_BYTES):
-        size, place = min(lines.PIECE_BYTES, num_bytes - at), place_of(way, at)
+    stage = made = word(args, collectives.STAGES) + worker * lines.STAGE_BYTES
+    piece_bytes = lines.PIECE_BYTES
+    if flags & protocol.ANY_WIDE:
+        piece_bytes = lines.PIECE_BYTES // protocol.WIDE
+        if flags & protocol.REDUCES:
+            made = stage + lines.PIECE_BYTES
+    for at in range(0, num_bytes, piece_bytes):
+        size = min(piece_bytes, num_bytes - at)
         if flags & protocol.RECEIVES:
-            status = receive_flagged(ctx, way, stage, message + place, size, flag, rank)
+            taken = message + place_of(way, _scaled(flags, protocol.WIDE_OTHER, at))
+            num_taken = _scaled(flags, protocol.WIDE_OTHER, size)
+            status = receive_flagged(ctx, way, stage, taken, num_taken, flag, rank)
             if status != control.OK:
                 return status
-        _move(ctx, args, row, worker, start + at, size, stage, stage)
+        _move(ctx, args, row, worker, start + at, size, stage, made)
         if flags & protocol.SENDS:
-            send_flagged(way, slot + place, stage, size, sent_flag)
+            left = slot + place_of(way, _scaled(flags, protocol.WIDE_RESULT, at))
+            send_flagged(way, left, made, _scaled(flags, protocol.WIDE_RESULT, size), sent_flag)
     return control.OK
 
 
@@ -211,7 +232,8 @@ def _do_row(ctx, args, table, row, tile, worker):
         _move(ctx, args, row, worker, start, num_bytes, message, slot)
         if flags & protocol.SENDS and peer(ctx, sent_to) == 0:
             to_offset, from_offset = word(to, protocol.SLOTS) + place, word(to, protocol.DEPARTURES) + place
-            put(ctx, window_of_collectives(ctx), sent_to, to_offset, from_offset, num_bytes)
+            num_put = _scaled(flags, protocol.WIDE_RESULT, num_bytes)
+            put(ctx, window_of_collectives(ctx), sent_to, to_offset, from_offset, num_put)
     elif num_bytes > 0:
         before = _first_flag(args, table, worker)
         status = _move_lines(
