@@ -21,6 +21,7 @@ from epcomm.collectives.plan import Plan
 from epcomm.collectives.plan.lower import prove
 from epcomm.kernels.protocol.lines import LL, LL128, PIECE_BYTES, SIMPLE
 from epcomm.testing.adversary import delay_operations
+from epcomm.testing.interpreter import kernels_of
 from epcomm.testing.ranks import run_ranks
 
 _LEAST = {torch.bfloat16: 128, torch.float16: 1024}  # up to twice of that all integers are there
@@ -70,3 +71,28 @@ CASES = [(1501, torch.bfloat16, "sum"), (37, torch.float16, "avg"), (1, torch.bf
 @pytest.mark.parametrize("world", [2, 3, 4, 5, *(pytest.param(world, marks=pytest.mark.slow) for world in (6, 7)), 8])
 def test_every_algorithm(world: int) -> None:
     on_ranks(world, check_algorithms, CASES, SIMPLE, num_threads=1)
+
+
+# ---- the GPU target's kernel, interpreted
+
+
+def on_kernels_of(kind: str, world: int, body: Callable[..., Any], *args: Any) -> None:
+    def run() -> None:
+        with kernels_of(kind), epcomm.init(timeout=60.0) as comm:
+            body(comm, *args)
+
+    run_ranks(run, world, timeout=200.0)
+
+
+def check_some(comm: epcomm.Communicator, way: str) -> None:
+    for name, kind in (("ring", "allreduce"), ("recursive_doubling", "allreduce"), ("pat", "reduce_scatter"),
+                       ("one_shot", "reduce")):  # fmt: skip
+        plan = ALGORITHMS[name].plan(kind, comm.size, root=comm.size - 1, protocol=way)
+        check_wide(comm, plan, 37, torch.bfloat16)
+    ring = ALGORITHMS["ring"].plan("allreduce", comm.size, protocol=way)
+    check_wide(comm, ring, PIECE_BYTES, torch.float16, "avg")
+
+
+@pytest.mark.parametrize("kind, world, way", [("triton", 3, SIMPLE), ("mixed", 3, LL128), ("mixed", 4, SIMPLE), ("mixed", 3, LL)])
+def test_some_algorithms_interpreted(kind: str, world: int, way: str) -> None:
+    on_kernels_of(kind, world, check_some, way)

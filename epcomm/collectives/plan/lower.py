@@ -66,7 +66,7 @@ def lower(
     is_wide: bool = False,
 ) -> np.ndarray:  # fmt: skip
     """The table of a rank, int64. `block_bytes`: of the collective's unit. `has_finish`: results are sums to finish.
-    `is_wide`: partial sums have `protocol.WIDE` times the bytes; then sums of all ranks are finished when they are made.
+    `is_wide`: partial sums have `protocol.WIDE` times the bytes, and whoever makes the sum of all ranks finishes it.
 
     ConfigError if the plan has too many channels, FIFOs or chunks for these ranks' memory, messages in lines between
     nodes, chunks of several sizes of which it keeps one where a smaller one belongs, or wide sums that differ in place.

@@ -32,8 +32,9 @@ class Proof:
     """What holds for a plan besides that it is right.
 
     `roundings`: how often a result of 16-bit sums is rounded. That is the largest number of sums that an input goes
-    through on its way to an output; once, if there are any, with `Plan.wide_sums`. `same_bits`: all ranks' results are the same sums in the same order, up to the order of a sum's two operands.
-    `num_messages` and `num_chunks_sent` are of all ranks together.
+    through on its way to an output; once, if there are any, with `Plan.wide_sums`. `same_bits`: all ranks' results are
+    the same sums in the same order, up to the order of a sum's two operands. `num_messages` and `num_chunks_sent` are
+    of all ranks together.
     """
 
     roundings: int

@@ -80,11 +80,11 @@ def _compile(dtype: torch.dtype, op: str, first: bool, others: bool, result: boo
 def _compile_canonical(
     dtype: torch.dtype, op: str, first: torch.dtype, others: torch.dtype, result: torch.dtype
 ) -> Kernel:
-    fmt, (first_format, input_format, output_format) = FORMATS[dtype], (FORMATS[each] for each in (first, others, result))
+    fmt, formats = FORMATS[dtype], [FORMATS[each] for each in (first, others, result)]
     finish = functools.partial(_divide, fmt) if has_finish(op) else None
     widths = "".join("n" if each is dtype else "w" for each in (first, others, result))
     name = f"reduction-{str(dtype).removeprefix('torch.')}-{op}-{widths}"
-    fold = make_fold(name, Fold(input_format, output_format, _combine(fmt, op), finish, first_format))
+    fold = make_fold(name, Fold(formats[1], formats[2], _combine(fmt, op), finish, first=formats[0]))
     item_bytes = fmt.item_bytes
 
     def reduce(destination, sources, num_sources, num_bytes, divisor, streaming):

@@ -33,9 +33,10 @@ ANY_WIDE = WIDE_SRC | WIDE_OTHER | WIDE_RESULT
 WIDE = 2
 
 # ---- table (words): a header, then [workers, WORKER_WORDS], rows, FIFOs, steps to wait for; places in it are in words
-# ARRIVED: offset of those words, by rank; PROTOCOL: its place in `lines.PROTOCOLS`; PLACE_BYTES: what TILE_BYTES, of a
-# plan with partial sums WIDE times as many, take in a message; NUM_FLAGS: that an operation takes; FLAG_COUNTS: the place, among the counts, of worker 0's count of
-# flags; REGION, REGION_BYTES: offset and size of all memory that slots of this protocol may be in
+# ARRIVED: offset of those words, by rank; PROTOCOL: its place in `lines.PROTOCOLS`; PLACE_BYTES: what TILE_BYTES, or
+# WIDE times as many, take in a message; NUM_FLAGS: that an operation takes; FLAG_COUNTS: the place, among the counts,
+# of worker 0's count of flags; REGION, REGION_BYTES: offset and size of all memory that slots of this protocol may be
+# in
 (
     NUM_TILES, TILE_BYTES, SLOT_BYTES, DEPTH, ARRIVED, PROTOCOL, PLACE_BYTES, NUM_FLAGS, FLAG_COUNTS, REGION,
     REGION_BYTES,
