@@ -152,6 +152,7 @@ class PlanBinder:
         more = f", op={op}" if op else ""
         more += f", root={root}" if kind in ROOTED else ""
         more += f", algorithm=plan {plan.name} {proven.fingerprint}, {plan.protocol}"
+        more += ", partial sums in float32" if is_wide else ""
         text = f"{kind}(x={x.dtype} {tuple(x.shape)}{more})"
         keep = (self._counts, self._done, self._stages, words, scratch, plan)
         operation = self._binder.operation(kernel, args, text, keep)

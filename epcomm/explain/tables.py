@@ -87,8 +87,8 @@ def _rules(explanation: Explanation) -> list[str]:
     """By what is chosen besides prices."""
     request, machine = explanation.request, explanation.request.machine
     once = (
-        f"{request.dtype}: only what rounds once is chosen. Kernels do; plans would with float32 partial sums, also on "
-        "their way, which prices include; no executor has them yet."
+        f"{request.dtype}: only what rounds once is chosen. Kernels do; plans do with float32 partial sums, also on "
+        "their way, which prices include."
     )
     rules = [once] if request.is_half and request.num_ranks > 2 else []
     if request.kind != "allreduce":
@@ -136,6 +136,8 @@ def _print_mapping(console: Console, explanation: Explanation) -> None:
     )
     channels, pieces = counted(chosen.channels, "channel"), counted(chosen.pieces, "piece")
     lines.append(f"{channels} of {costs.channel:.1f} GB/s, in {pieces}")
+    if chosen.wide_sums and not chosen.is_kernel:
+        lines.append(f"partial sums of {explanation.request.dtype} are float32, on their way too")
     timeline = explanation.timeline
     if timeline is not None:
         chunk = explanation.request.num_bytes / chosen.plan.collective.num_chunks
