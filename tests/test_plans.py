@@ -309,6 +309,9 @@ def test_commands(tmp_path):
     assert from_json(json_file.read_text()) == ALGORITHMS["ring"].plan("allreduce", 3, channels=2, protocol="ll128")
     assert command("show", json_file, "--out", xml_file)[0] == 0
     assert verify(from_msccl(xml_file.read_text())).roundings == 2
+    options = ("--ranks", 3, "--wide-sums", "--out", json_file)
+    code, printed = command("make", "ring", "allreduce", *options)
+    assert code == 0 and "rounds once" in printed and from_json(json_file.read_text()).wide_sums
     code, printed = command("show", xml_file)
     assert code == 0 and "recv_reduce_send from 2 to 1" in printed and "protocol ll128" in printed
 

@@ -112,10 +112,15 @@ def test_pairs_joined_by_bridges() -> None:
 
 
 def test_ranks_that_no_links_join_are_reached_nevertheless() -> None:
-    """Links between all pairs have no price there; plans that follow links are also for 16-bit sums."""
+    """By plans that follow the links, of 16-bit sums too; by load and store, without a price, if there is no way."""
     for op, is_wide in (("sum", True), ("avg", True), ("max", False)):  # that rounds nothing
         found = chosen(MACHINES["twisted ring"][0], MIB, "bfloat16", op=op)
         assert not found.is_kernel and found.has_price and (found.wide_sums, found.plan.wide_sums) == (is_wide, is_wide)
+    devices = tuple(Device(f"gpu{number}", "gpu") for number in range(4))
+    names = tuple(device.name for device in devices)
+    pairs = (Link("gpu0", "gpu1", "nvlink", 300.0, 0.7), Link("gpu2", "gpu3", "nvlink", 300.0, 0.7))
+    found = chosen(Topology("pairs apart", devices, pairs, names), MIB)
+    assert (found.algorithm, found.is_kernel, found.has_price) == ("two_shot", True, False)
 
 
 def test_several_nodes_have_one_kernel() -> None:

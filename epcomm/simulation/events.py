@@ -13,9 +13,10 @@ import heapq
 
 import numpy as np
 
-from epcomm.collectives.plan import BUFFERS, Plan
+from epcomm.collectives.plan import Plan
 from epcomm.collectives.plan.graph import Graph
-from epcomm.collectives.plan.passes import RECEIVES, REDUCES, SENDS
+from epcomm.collectives.plan.partial_sums import NARROW, partial_sums
+from epcomm.collectives.plan.passes import RECEIVES, SENDS
 from epcomm.collectives.plan.verify import execution_order
 from epcomm.errors import ConfigError
 from epcomm.simulation.costs import BYTES_PER_MICROSECOND, Costs
@@ -39,23 +40,23 @@ def simulate(
     if network.num_ranks < plan.num_ranks:
         raise ConfigError(f"simulate: network: wanted {plan.num_ranks} ranks, got {network.num_ranks}")
     graph = Graph(plan)
-    execution_order(graph)
+    order = execution_order(graph)
     chunk_bytes = num_bytes / plan.collective.num_chunks
-    widths = 1.0 + carries_sums(graph) if wide_sums else np.ones(graph.num_steps)
-    num_bytes_moved = np.where(graph.flags > 0, graph.count, 0) * chunk_bytes * widths
+    num_chunks = np.where(graph.flags > 0, graph.count, 0) + (_partial_sums_sent(graph, order) if wide_sums else 0)
+    num_bytes_moved = num_chunks * chunk_bytes
     run = _Run(graph, num_bytes_moved, network, costs or Costs())
     run.go()
     return run.timeline()
 
 
-def carries_sums(graph: Graph) -> np.ndarray:
-    """Which steps send a partial sum, bool [num_steps]: what its receiver adds to, unless it is an input."""
-    receivers = np.flatnonzero(graph.match >= 0)
-    senders = graph.match[receivers]
-    is_input = (graph.src_buffer[senders] == BUFFERS.index("input")) & (graph.flags[senders] & RECEIVES == 0)
-    is_sum = np.zeros(graph.num_steps, bool)
-    is_sum[senders] = (graph.flags[receivers] & REDUCES > 0) & ~is_input
-    return is_sum
+def _partial_sums_sent(graph: Graph, order: np.ndarray) -> np.ndarray:
+    """How many of the chunks that a step sends are sums of some ranks', int64 [num_steps]."""
+    positions = [graph.position(number) for number in order.tolist()]
+    widths, found = partial_sums(graph.plan, positions).widths, np.zeros(graph.num_steps, np.int64)
+    for number, position in zip(order.tolist(), positions, strict=True):
+        if graph.flags[number] & SENDS:
+            found[number] = sum(chunk.result != NARROW for chunk in widths[position])
+    return found
 
 
 class _Run:

@@ -154,7 +154,7 @@ class Candidate:
 
     @property
     def rounds_once(self) -> bool:
-        """Whether no result is rounded more than once: two ranks' sums never are, but plans may round averages again."""
+        """Whether no result is rounded more than once: two ranks' sums never are, their averages may be again."""
         return self.wide_sums or self.request.num_ranks <= 2 and self.request.op != "avg"
 
     def simulated(self) -> Timeline:

@@ -63,7 +63,9 @@ REDUCTIONS = (
 MORE_REDUCTIONS = tuple((dtype, op) for dtype in (_BF16, _F16, _F32, _F64, *_INTEGERS) for op in supported_ops(dtype))
 
 #: (reduction, protocol) of plans whose partial sums are float32
-WIDE_SUMS = [((dtype, op), way) for way in (LL128, SIMPLE, LL) for dtype in (_BF16, _F16) for op in ("sum", "avg", "prod")]
+WIDE_SUMS = [
+    ((dtype, op), way) for way in (LL128, SIMPLE, LL) for dtype in (_BF16, _F16) for op in ("sum", "avg", "prod")
+]
 
 
 def _block(root: int = -1, are_alone: bool = False) -> np.ndarray:
