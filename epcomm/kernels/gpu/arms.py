@@ -14,7 +14,7 @@ from epcomm.device.gpu.compile import Kernel
 from epcomm.kernels.gpu.target import GpuKernels
 from epcomm.kernels.protocol import collectives
 from epcomm.kernels.protocol.arithmetic import COMBINE_FORMS, ROW_SUM_DTYPES, SWITCH_DTYPES, SWITCH_OPS, supported_ops
-from epcomm.kernels.protocol.lines import IN_LINES, LL, LL128, PROTOCOLS, SIMPLE
+from epcomm.kernels.protocol.lines import IN_LINES, LL128, PROTOCOLS, SIMPLE
 
 _BF16, _F16, _F32, _F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 _INTEGERS = tuple(getattr(torch, f"{sign}int{bits}") for bits in (8, 16, 32, 64) for sign in ("", "u"))
@@ -63,9 +63,8 @@ REDUCTIONS = (
 MORE_REDUCTIONS = tuple((dtype, op) for dtype in (_BF16, _F16, _F32, _F64, *_INTEGERS) for op in supported_ops(dtype))
 
 #: (reduction, protocol) of plans whose partial sums are float32
-WIDE_SUMS = [
-    ((dtype, op), way) for way in (LL128, SIMPLE, LL) for dtype in (_BF16, _F16) for op in ("sum", "avg", "prod")
-]
+WIDE_SUMS = [((_BF16, "sum"), SIMPLE), ((_F16, "avg"), LL128)]
+MORE_WIDE_SUMS = [((dtype, op), way) for way in PROTOCOLS for dtype in (_BF16, _F16) for op in ("sum", "avg", "prod")]
 
 
 def _block(root: int = -1, are_alone: bool = False) -> np.ndarray:
@@ -146,7 +145,7 @@ def _arms(
         yield kernels.execute_plan(_NOTHING, reduction, SIMPLE, False)
     for reduction, way in itertools.product(reductions if everything else reductions[:1], IN_LINES):
         yield kernels.execute_plan(_NOTHING, reduction, way, False)
-    for reduction, way in WIDE_SUMS if everything else WIDE_SUMS[:2]:
+    for reduction, way in MORE_WIDE_SUMS if everything else WIDE_SUMS:
         yield kernels.execute_plan(_NOTHING, reduction, way, True)
     for dtype, op in itertools.product(SWITCH_DTYPES, SWITCH_OPS):
         yield kernels.reduce(_NOTHING, "multimem", dtype, op)
