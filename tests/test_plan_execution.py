@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -103,14 +104,15 @@ def test_plans_that_others_wrote(path: Path) -> None:
 def sums(comm: epcomm.Communicator) -> list[bytes]:
     """Sums of random floats, checked against a bound for as many roundings as the proof says; the results' bytes."""
     found = []
-    for name in ("ring", "double_binary_tree", "recursive_doubling", "one_shot"):
-        plan = ALGORITHMS[name].plan("allreduce", comm.size)
-        for dtype, unit in ((torch.bfloat16, 2.0**-8), (torch.float32, 2.0**-24)):
+    names = ("ring", "double_binary_tree", "recursive_doubling", "one_shot")
+    for name, wide_sums in itertools.product(names, (False, True)):
+        plan = ALGORITHMS[name].plan("allreduce", comm.size, wide_sums=wide_sums)
+        for dtype, unit in ((torch.bfloat16, 2.0**-8), (torch.float32, 2.0**-24))[: 1 if wide_sums else 2]:
             inputs = [torch.randn(3001, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(comm.size)]
             got = comm.allreduce(inputs[comm.rank], algorithm=plan)
             exact = torch.stack(inputs).double()
             bound = (1.01 * unit * prove(plan).proof.roundings) * exact.abs().sum(0)
-            assert ((got.double() - exact.sum(0)).abs() <= bound).all(), (name, dtype)
+            assert ((got.double() - exact.sum(0)).abs() <= bound).all(), (name, wide_sums, dtype)
             found.append(bytes(got.view(torch.uint8).numpy()))
     return found
 
