@@ -242,9 +242,9 @@ def test_ranks_run_what_is_chosen(name: str) -> None:
 def test_eight_ranks_of_a_dgx1() -> None:
     def body() -> str:
         with epcomm.init(timeout=100.0, topology=PRESETS["dgx1_v100"](), num_threads=1) as comm:
-            for num_items in (1001, 300_001):
-                check_sums(comm, num_items, torch.float32)
-                runs_as_chosen(comm, num_items, torch.float32)
+            for num_items, dtype in itertools.product((1001, 300_001), (torch.float32, torch.bfloat16)):
+                check_sums(comm, num_items, dtype)
+                runs_as_chosen(comm, num_items, dtype)
             return comm.describe_allreduce(torch.zeros(300_001))
 
     assert "algorithm=plan bidirectional_ring" in run_ranks(body, 8, ranks="threads", timeout=200.0)[0]
