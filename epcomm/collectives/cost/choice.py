@@ -126,8 +126,10 @@ class Candidate:
 
     @property
     def costs(self) -> Costs:
+        """What its steps cost, and what comes before: all ranks of a plan meet, those of a kernel don't."""
         machine = self.request.machine
-        return costs_of(machine.kind, self.protocol, self.algorithm, self.channels, len(machine.nodes))
+        costs = costs_of(machine.kind, self.protocol, self.algorithm, self.channels, len(machine.nodes))
+        return costs if self.is_kernel else replace(costs, launch=costs.launch + machine.meeting)
 
     @cached_property
     def plan(self) -> Plan:

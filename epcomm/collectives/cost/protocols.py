@@ -47,7 +47,6 @@ KERNEL = "kernel"
 _BY_HAND = Protocol(KERNEL, 1.0, PRICED["ll"].base, PRICED["simple"].latency)
 
 
-
 @dataclass(frozen=True)
 class Generation:
     """How fast a GPU's channels are: one with Simple or LL128, and all together with LL, on 1, 2, and more nodes."""
@@ -92,9 +91,18 @@ def protocols_of(machine: str) -> tuple[str, ...]:
     return ("simple",) if machine in HOSTS else tuple(PRICED)
 
 
+def word_costs(machine: str) -> Costs:
+    """What a word by itself costs on a machine of this name: among GPUs as little as a step of LL's, whose messages are
+    words, too.
+    """
+    if machine in HOSTS:
+        return CPU_PLAN_COSTS
+    return Costs(latency={kind: of_ring for kind, (of_ring, _) in PRICED["ll"].latency.items()})
+
+
 def costs_of(machine: str, protocol: str, algorithm: str, channels: int, num_nodes: int) -> Costs:
-    """The costs of a plan of this algorithm on a machine of this name, or of its kernel; ConfigError if there is no
-    such protocol.
+    """The costs of a plan's steps, of this algorithm on a machine of this name, or of its kernel's; ConfigError if there
+    is no such protocol.
     """
     known = (*protocols_of(machine), KERNEL)
     if protocol not in known:
