@@ -52,7 +52,7 @@ def cheapest_plan(num_bytes: int, name: str = "dgx_h100", num_ranks: int = 8) ->
 def test_small_tensors_get_few_steps_and_large_ones_few_bytes():
     small, large = cheapest_plan(1024), cheapest_plan(1024 * MIB)
     assert (small.algorithm, small.protocol, small.channels) == ("one_shot", "ll", 1)
-    assert (large.algorithm, large.protocol) == ("ring", "simple") and large.channels > 1
+    assert large.algorithm.endswith("ring") and large.protocol == "simple" and large.channels > 1
     assert cheapest_plan(1024, "dgx1_v100").algorithm == "recursive_doubling"  # where not all are neighbours
     assert cheapest_plan(256 * MIB, "dgx_h100", 16).algorithm == "hierarchical"  # the network carries an eighth of it
     assert cheapest_plan(1024, "ring").algorithm.endswith("ring")  # ranks that forward are the only way

@@ -101,8 +101,8 @@ def word_costs(machine: str) -> Costs:
 
 
 def costs_of(machine: str, protocol: str, algorithm: str, channels: int, num_nodes: int) -> Costs:
-    """The costs of a plan's steps, of this algorithm on a machine of this name, or of its kernel's; ConfigError if there
-    is no such protocol.
+    """The costs of the steps of a plan of this algorithm, or of its kernel, on a machine of this name; ConfigError if
+    there is no such protocol.
     """
     known = (*protocols_of(machine), KERNEL)
     if protocol not in known:
