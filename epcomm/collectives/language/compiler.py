@@ -43,7 +43,7 @@ def compile_trace(trace: Trace, channels: int, pieces: int, fifo_depth: int, pro
     lowering.finish()
     # Channels have nothing to do with each other: one is ordered, and the others are like it.
     nodes = [node for piece in range(pieces) for node in copies(lowering.nodes, piece)]
-    nodes.sort(key=lambda node: (node.hops, node.piece, node.depth, node.number))
+    nodes.sort(key=lambda node: (node.hops, node.piece, node.depth, node.turn, node.number))
     for window in (pieces >> shift for shift in range(pieces.bit_length())):
         windows = _windows(nodes, pieces, window)
         lanes = _assign_lanes([node for part in windows for node in part])
