@@ -327,7 +327,8 @@ def test_replayed_schedules_finish_as_published(path):
 def test_the_committed_comparison_is_what_the_command_finds():
     document = results.load(cost_model.RESULTS / "cost_model.json")
     found = {"schedules": cost_model.compare_schedules(), "published": cost_model.compare_published(),
-             "choices": cost_model.compare_choices(), "fits": cost_model.compare_fits()}  # fmt: skip
+             "choices": cost_model.compare_choices(), "meetings": cost_model.compare_meetings(),
+             "fits": cost_model.compare_fits()}  # fmt: skip
     for key, rows in found.items():
         for row, committed in zip(rows, document[key], strict=True):
             for name, value in row.items():

@@ -5,9 +5,9 @@ they have in common evenly. A rank goes on to the next round when it has sent it
 that nothing holds back run ahead. Where a rank has several programs all this holds for each of them by itself, but for
 the links, which they share. Between rounds, ranks may copy what they have.
 
-Messages are in chunks, a piece of a channel each, that go on as soon as they are there. A program does a round with all
-its chunks before the next one, as plans do. So three times of each program are kept: when it can go on with its first
-chunk, when with its last one, and when it has done the round with all of them.
+Messages may be in pieces, which go on as soon as they are there. A program does a round with all pieces before the next
+one, as plans do. So three times of each program are kept: when it can go on with the first piece, when with the last
+one, and when it has done the round with all of them.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Copy:
 
 @dataclass(frozen=True)
 class _Work:
-    """What a round with a piece costs: µs per message until its last byte left, and its latency; per program its
-    sending, receiving. `first_` is what of them the first of the channels takes, before the others are done.
+    """What a round costs a piece: µs per message until its last byte left, and its latency; per program its sending,
+    receiving.
 
     `src`, `dst`: the programs of each message, numbered lane by lane.
     """
@@ -75,10 +75,8 @@ class _Work:
     repeat: int
     later_pieces: int
     transfer: np.ndarray
-    first_transfer: np.ndarray
     latency: np.ndarray
     sending: np.ndarray  # with fixed costs
-    first_sending: np.ndarray
     receiving: np.ndarray  # the same, without what the next round's sending includes
     last: np.ndarray  # what that is, should there be no next round
     cycle: np.ndarray  # from one piece to the next
@@ -157,17 +155,13 @@ class Schedule:
         shared = np.where(used, link_time[routes.paths], 0.0).max(axis=1) + overhead
         transfer = np.maximum(shared, sending[src])
         sending = np.maximum(sending, _most(src, transfer, size))
-        num_sent, num_received = (np.bincount(programs, minlength=size) for programs in (src, dst))
-        # messages of channels take turns at links: the first channel's last one goes before those of the others
-        before = 1 - (1 - 1 / channels) / np.maximum(num_sent, 1)
-        first_transfer = np.maximum(transfer * before[src], by_itself[src])
-        first_sending = np.maximum(sending * before, by_itself)
+        num_received = np.bincount(dst, minlength=size)
         forwarded = np.minimum(num_received, 1) * round.forwards
         receiving, last = (count * (overhead + moving) for count in (num_received - forwarded, forwarded))
         cycle = np.maximum(sending, by_itself + receiving)
         return _Work(
-            src, dst, round.repeat, pieces - 1, transfer, first_transfer, routes.latencies(costs), sending,
-            first_sending, receiving, last, cycle, link_time,
+            src, dst, round.repeat, pieces - 1, transfer, routes.latencies(costs), sending, receiving, last, cycle,
+            link_time,
         )  # fmt: skip
 
 
@@ -179,9 +173,9 @@ def _most(programs: np.ndarray, times: np.ndarray, size: int) -> np.ndarray:
 
 
 def _done(times: np.ndarray, last: np.ndarray, pieces: int) -> np.ndarray:
-    """When programs are done with all chunks if no round follows, and each piece's `last` receiving takes so long."""
-    first_chunk, last_chunk, free = times
-    return np.maximum(np.maximum(first_chunk + pieces * last, last_chunk + last), free)
+    """When programs are done with all pieces if no round follows; `last`: what each piece takes to be received."""
+    first_piece, last_piece, free = times
+    return np.maximum(np.maximum(first_piece + pieces * last, last_piece + last), free)
 
 
 def _repeated(times: np.ndarray, work: _Work) -> np.ndarray:
@@ -206,13 +200,11 @@ def _repeated(times: np.ndarray, work: _Work) -> np.ndarray:
 
 def _after(times: np.ndarray, work: _Work) -> np.ndarray:
     first, last, free = times
-    start, later = np.maximum(first, free), work.later_pieces * work.cycle
-    free = start + later + work.sending
-    next_first = start + later + work.first_sending
-    next_last = np.maximum(free, last + work.first_sending)
-    first_sent = start[work.src] + work.first_transfer
-    all_sent = start[work.src] + np.maximum(later[work.src], work.later_pieces * work.transfer) + work.transfer
-    last_sent = np.maximum(all_sent, last[work.src] + work.first_transfer)
+    begin, later = np.maximum(first, free), work.later_pieces * work.cycle
+    sent = begin + later + work.sending
+    next_first, next_last = sent.copy(), np.maximum(sent, last + work.sending)
+    first_sent = begin[work.src] + work.transfer
+    last_sent = np.maximum(begin + later, last)[work.src] + work.transfer
     np.maximum.at(next_first, work.dst, first_sent + work.latency)
     np.maximum.at(next_last, work.dst, last_sent + work.latency)
-    return np.stack([next_first, next_last, free]) + work.receiving
+    return np.stack([next_first, next_last, sent]) + work.receiving
