@@ -122,17 +122,19 @@ class Schedule:
             if isinstance(each, Copy):
                 copying = np.zeros(ranks)
                 copying[each.ranks] = each.parts * costs.step + costs.moving(unit * each.share) / channels
-                first, done = self._of_ranks(times[0] + last), self._of_ranks(_done(times, last, pieces))
-                times = np.tile([first + copying, done + copying, first + pieces * copying], self._num_lanes)
+                of_ranks = np.stack([self._of_ranks(row) for row in _received(times, last, pieces)])
+                times = np.tile(_received(of_ranks, copying, pieces), self._num_lanes)
                 last = np.zeros_like(last)
                 continue
+            work = self._work(number, each, each.num_bytes(unit, wide_sums), costs, channels, pieces)
+            last[work.src] = 0.0  # the steps that send in this round
+            times = _received(times, last, pieces)
             if each.anew:
                 times[2] = costs.launch
-            work = self._work(number, each, each.num_bytes(unit, wide_sums), costs, channels, pieces)
             times = _repeated(times, work)
             busy_links += each.repeat * work.link_time
-            last = work.last
-        done = self._of_ranks(_done(times, last, pieces))
+            last = work.last.copy()
+        done = self._of_ranks(_received(times, last, pieces).max(axis=0))
         return np.maximum(done, costs.launch + pieces * busy_links.max(initial=0.0))
 
     def _of_ranks(self, time: np.ndarray) -> np.ndarray:
@@ -172,10 +174,11 @@ def _most(programs: np.ndarray, times: np.ndarray, size: int) -> np.ndarray:
     return longest
 
 
-def _done(times: np.ndarray, last: np.ndarray, pieces: int) -> np.ndarray:
-    """When programs are done with all pieces if no round follows; `last`: what each piece takes to be received."""
-    first_piece, last_piece, free = times
-    return np.maximum(np.maximum(first_piece + pieces * last, last_piece + last), free)
+def _received(times: np.ndarray, each: np.ndarray, pieces: int) -> np.ndarray:
+    """The programs' times after a step more for each piece, of so many µs; programs with 0 have none."""
+    first, last, free = times
+    done = np.maximum(np.maximum(first + pieces * each, last + each), free)
+    return np.where(each > 0, np.stack([first + each, done, done]), times)
 
 
 def _repeated(times: np.ndarray, work: _Work) -> np.ndarray:
