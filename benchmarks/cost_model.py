@@ -1,13 +1,15 @@
 """How good prices and simulations are: `python benchmarks/cost_model.py [--json FILE]`. It measures nothing itself.
 
-Four comparisons, all in µs:
+Five comparisons, all in µs:
 
 * `schedules`: allgathers of TE-CCL's solver, replayed event by event, beside the finish times it published;
 * `published`: allreduces of 8 ranks on H100s, priced, beside what others measured or what NCCL's model says;
 * `choices`: the plan of the least price, of each collective, simulated, beside the best of all algorithms' plans by
   simulation;
 * `fits`: constants of ranks that are processes on CPUs, fitted by least squares of relative errors to the medians of
-  benchmarks/results/allreduce.json, and what they predict for runs that they were not fitted to.
+  benchmarks/results/allreduce.json, and what they predict for runs that they were not fitted to;
+* `meetings`: what a plan takes longer than the kernel of its algorithm, in benchmarks/results/plans.json, where bytes
+  don't matter, beside a fitted round: in it all ranks of a plan meet, and else both do the same.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ if __package__ in (None, ""):
 from benchmarks import results
 from benchmarks.published_schedules import SCHEDULES, read_schedule
 from epcomm.collectives.algorithms import ALGORITHMS
-from epcomm.collectives.cost.choice import Candidate, Request, candidates
-from epcomm.collectives.cost.machines import find_machine
-from epcomm.collectives.cost.protocols import PRICED
+from epcomm.collectives.cost.choice import CHANNELS, Candidate, Request, candidates
+from epcomm.collectives.cost.machines import Machine, find_machine
+from epcomm.collectives.cost.protocols import PRICED, costs_of
+from epcomm.collectives.cost.schedules import SCHEDULES as ROUNDS
 from epcomm.collectives.plan import COLLECTIVES
 from epcomm.kernels.protocol.collectives import ONE_SHOT_BYTES
 from epcomm.model.published import ALLREDUCE as PUBLISHED
@@ -38,6 +41,7 @@ from epcomm.rich_tables import aligned_table, size_text
 from epcomm.simulation.costs import Costs
 from epcomm.simulation.events import simulate
 from epcomm.simulation.network import Cluster, RoutedNetwork
+from epcomm.simulation.rounds import Schedule
 
 RESULTS = Path(__file__).parent / "results"
 #: ASTRA-sim's inputs/network/analytical/HGX-H100-validated.yml: 8 GPUs around a switch, GB/s and µs of a hop
@@ -55,7 +59,9 @@ def compare_schedules() -> Iterator[dict]:
 
 
 def compare_published() -> Iterator[dict]:
-    """Measured allreduces beside the cheapest plan of the same algorithm, or of a ring or tree for NCCL's."""
+    """Measured allreduces beside the cheapest plan of the same algorithm, or of a ring or tree for NCCL's: whose ranks
+    don't meet first, and whose times are compared without that.
+    """
     machine = find_machine("dgx_h100", 8)
     ring = ALGORITHMS["ring"].plan("allreduce", 8)
     for figure in PUBLISHED:
@@ -66,16 +72,22 @@ def compare_published() -> Iterator[dict]:
         names = ("ring", "double_binary_tree") if algorithm is None else (algorithm,)
         request = Request(figure.num_bytes, machine)
         price = candidates(request, algorithms=names, protocols=tuple(PRICED))[0].microseconds
+        price -= machine.meeting if algorithm is None else 0.0
         yield _compared(f"{name}, measured", figure.source, figure.num_bytes, figure.microseconds, price)
         if algorithm is None:
             astra = simulate(ring, figure.num_bytes, ASTRA_SIM).makespan
             yield _compared("NCCL, measured; ring with ASTRA-sim's constants", figure.source, figure.num_bytes,
                             figure.microseconds, astra)  # fmt: skip
     for protocol, num_bytes in itertools.product(_NCCL_RING, _SIZES):
-        request = Request(num_bytes, machine)
-        price = candidates(request, algorithms=("ring",), protocols=(protocol,))[0].microseconds
-        model = nccl_ring(protocol, num_bytes)
+        model, price = nccl_ring(protocol, num_bytes), _ring_price(machine, protocol, num_bytes)
         yield _compared(f"ring, {protocol}: NCCL's model", "NCCL src/graph/tuning.cc", num_bytes, model, price)
+
+
+def _ring_price(machine: Machine, protocol: str, num_bytes: int) -> float:
+    """As NCCL's model has it: ranks don't meet, and steps come one after the other, for there is one piece."""
+    schedule = Schedule(ROUNDS["ring"]["allreduce"](machine.world), machine.pricing_network)
+    costs = {channels: costs_of(machine.kind, protocol, "ring", channels, 1) for channels in CHANNELS}
+    return min(float(schedule.times(num_bytes, costs[each], channels=each).max()) for each in costs)
 
 
 def compare_choices() -> Iterator[dict]:
@@ -165,6 +177,21 @@ def compare_fits() -> Iterator[dict]:
         yield document
 
 
+def compare_meetings() -> Iterator[dict]:
+    """Of two_shot and 1 KiB, in the median of all worlds and of calls both cold and warm."""
+    rows = json_module.loads((RESULTS / "plans.json").read_text())["rows"]
+    for num_ranks in (2, 4):
+        case = {"ranks": num_ranks, "bytes": 1024, "dtype": "float32"}
+        plans, kernels = (
+            {(row["world"], row["temperature"]): row["p50_us"] for row in rows
+             if row["case"] == case and row["contestant"] == contestant}
+            for contestant in ("plan two_shot", "kernel two_shot")
+        )  # fmt: skip
+        longer = float(np.median([time - kernels[call] for call, time in plans.items()]))
+        _, one_round, _ = fit(num_ranks, measured(RESULTS / "allreduce.json", num_ranks))
+        yield _compared(f"{num_ranks} ranks meet", "measured", 1024, longer, float(one_round))
+
+
 def _predicted(num_ranks: int, points: Sequence[tuple[int, float]], constants: np.ndarray) -> dict:
     """Rows, and the median and largest factor by which they are off, up or down."""
     rows = [
@@ -188,10 +215,12 @@ def main(json: Path | None = typer.Option(None, help="file to write")) -> None:
     document = results.new_document("cost_model", {})
     document |= {
         "schedules": list(compare_schedules()), "published": list(compare_published()),
-        "choices": list(compare_choices()), "fits": list(compare_fits()),
+        "choices": list(compare_choices()), "meetings": list(compare_meetings()), "fits": list(compare_fits()),
     }  # fmt: skip
     console = Console()
-    for title, key in (("replayed", "schedules"), ("priced", "published"), ("chosen, against the best", "choices")):
+    titles = {"schedules": "replayed", "published": "priced", "choices": "chosen, against the best",
+              "meetings": "plans beside kernels"}  # fmt: skip
+    for key, title in titles.items():
         table = aligned_table(title, "name", "size", "reference, µs", "ours, µs", "ratio", text=("name",))
         for row in document[key]:
             numbers = (f"{row[name]:.1f}" for name in ("reference_us", "ours_us"))

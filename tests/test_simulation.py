@@ -18,7 +18,7 @@ from epcomm.errors import ConfigError, PlanError
 from epcomm.simulation.bounds import crossing, cut_bound
 from epcomm.simulation.costs import Costs
 from epcomm.simulation.events import simulate
-from epcomm.simulation.network import Cluster, RoutedNetwork
+from epcomm.simulation.network import Cluster, RoutedNetwork, meeting
 from epcomm.simulation.perfetto import trace_document
 from epcomm.simulation.rounds import Round, Schedule
 from epcomm.simulation.timeline import PARTS, Cause
@@ -168,6 +168,18 @@ def test_a_cluster_is_its_topology_by_arithmetic(name):
             for net in (cluster, RoutedNetwork(machines))
         ]
         assert np.allclose(*found)
+
+
+def test_a_meeting_takes_as_long_as_the_word_from_farthest():
+    costs = Costs(latency={"nvlink": 1.0, "network": 5.0})
+    machines = PRESETS["dgx_h100"](2)
+    for net in (RoutedNetwork(machines), Cluster.like(machines, 16), Cluster.like(machines, 100_000)):
+        assert meeting(net, costs) == 5.0
+    assert meeting(RoutedNetwork(PRESETS["dgx_h100"](1)), costs) == meeting(Cluster.like(machines, 8), costs) == 1.0
+    assert meeting(mesh(1), costs) == meeting(Cluster.like(machines, 1), costs) == 0.0
+    assert meeting(mesh(3), Costs()) == ALPHA
+    ring = RoutedNetwork(PRESETS["ring"](6, RATE, ALPHA))
+    assert meeting(ring, Costs()) == ALPHA and len(ring.joined()[0]) == 2 * 6  # no links join the others
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import permutations
 from typing import Protocol
 
 import numpy as np
@@ -45,8 +46,18 @@ class Network(Protocol):
     def routes(self, src: np.ndarray, dst: np.ndarray) -> Routes:
         """The ways from each of `src` to its `dst`, ranks; ConfigError if there is none."""
 
+    def joined(self) -> tuple[np.ndarray, np.ndarray]:
+        """(from, to) of pairs of ranks, int64 each: all that have a way, or one for each way that pairs can differ."""
+
     def link_name(self, link: int) -> str:
         """A link's ends, for people."""
+
+
+def meeting(network: Network, costs: Costs) -> float:
+    """µs until all ranks have entered an operation, should all do so at once: each raises a word at every other, and
+    waits for the one that comes from farthest. Pairs that no links join don't count.
+    """
+    return float(network.routes(*network.joined()).latencies(costs).max(initial=0.0))
 
 
 class RoutedNetwork:
@@ -80,8 +91,20 @@ class RoutedNetwork:
         latency = np.array([latency for _, latency, _ in ways])
         return Routes(paths[inverse], latency[inverse], kinds, kind_idx[inverse])
 
+    def joined(self) -> tuple[np.ndarray, np.ndarray]:
+        pairs = np.array([pair for pair in permutations(range(self.num_ranks), 2) if self._is_joined(*pair)], np.int64)
+        src, dst = pairs.reshape(-1, 2).T
+        return src, dst
+
     def link_name(self, link: int) -> str:
         return " -> ".join(self.ends[link])
+
+    def _is_joined(self, src: int, dst: int) -> bool:
+        try:
+            self._way(src, dst)
+        except ConfigError:
+            return False
+        return True
 
     def _way(self, src: int, dst: int) -> tuple[tuple[int, ...], float, frozenset[str]]:
         """Links, latency and kinds of links of the route between two ranks."""
@@ -152,6 +175,11 @@ class Cluster:
         latency = np.array([self.inside[2], self.between[2]])[is_far]
         kinds = tuple(frozenset([kind]) for kind, _, _ in (self.inside, self.between))
         return Routes(np.stack([out, into], axis=1), latency, kinds, is_far)
+
+    def joined(self) -> tuple[np.ndarray, np.ndarray]:
+        """A pair of one node, and one of two nodes."""
+        others = [rank for rank in sorted({1, self.num_ranks - 1}) if 0 < rank < self.num_ranks]
+        return np.zeros(len(others), np.int64), np.array(others, np.int64)
 
     def link_name(self, link: int) -> str:
         number, direction = divmod(link, 2)

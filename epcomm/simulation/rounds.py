@@ -4,6 +4,10 @@ A round is a set of messages that are sent at once, those of one rank one after 
 they have in common evenly. A rank goes on to the next round when it has sent its own and has got those for it; ranks
 that nothing holds back run ahead. Where a rank has several programs all this holds for each of them by itself, but for
 the links, which they share. Between rounds, ranks may copy what they have.
+
+Messages may be in pieces, which go on as soon as they are there. A program does a round with all pieces before the next
+one, as plans do. So three times of each program are kept: when it can go on with the first piece, when with the last
+one, and when it has done the round with all of them.
 """
 
 from __future__ import annotations
@@ -28,7 +32,8 @@ class Round:
     Each carries `share` of the collective's unit, in `parts` steps of its sender. `forwards`: the step that receives
     one of them is the one that sends in the next round; else receiving is a step of its own. `is_sum`: they are partial
     sums. `lane`: which of its sender's programs sends each message, and which of its receiver's receives it, int64
-    [messages]; one program if None. `repeat`: so many such rounds follow one another.
+    [messages]; one program if None. `repeat`: so many such rounds follow one another. `anew`: those of
+    programs that wait for what they send, but not until other rounds are done.
     """
 
     src: np.ndarray
@@ -39,6 +44,7 @@ class Round:
     is_sum: bool = False
     lane: np.ndarray | None = None
     repeat: int = 1
+    anew: bool = False
 
     def num_bytes(self, unit: float, wide_sums: bool) -> float:
         """Bytes of one message, with `unit` bytes in the collective's unit."""
@@ -58,7 +64,8 @@ class Copy:
 
 @dataclass(frozen=True)
 class _Work:
-    """What a round costs: µs per message until its last byte left, and its latency; per program its sending, receiving.
+    """What a round costs a piece: µs per message until its last byte left, and its latency; per program its sending,
+    receiving.
 
     `src`, `dst`: the programs of each message, numbered lane by lane.
     """
@@ -66,11 +73,13 @@ class _Work:
     src: np.ndarray
     dst: np.ndarray
     repeat: int
+    later_pieces: int
     transfer: np.ndarray
     latency: np.ndarray
     sending: np.ndarray  # with fixed costs
     receiving: np.ndarray  # the same, without what the next round's sending includes
     last: np.ndarray  # what that is, should there be no next round
+    cycle: np.ndarray  # from one piece to the next
     link_time: np.ndarray
 
 
@@ -101,36 +110,38 @@ class Schedule:
         """When each rank is done, µs, float64 [num_ranks], with `num_bytes` in the collective's unit; none before the
         busiest link has carried all that goes through it.
 
-        `channels` programs of a rank share each message. `pieces` follow one another: the first one goes through all
-        rounds, each later one adds what the busiest rank or link does in all of them. Of a repeated round only so many
-        repetitions are computed as it takes to see their period: max-plus systems have one.
+        `channels` programs of a rank share each message, and `pieces` of it follow one another. Of a repeated round
+        only so many repetitions are computed as it takes to see their period: max-plus systems have one.
         """
         if channels < 1 or pieces < 1:
             raise ConfigError(f"schedule: wanted channels and pieces >= 1, got {channels} and {pieces}")
         costs, unit, ranks = costs or Costs(), num_bytes / pieces, self.network.num_ranks
-        time, last = np.full(self._num_lanes * ranks, costs.launch), np.zeros(self._num_lanes * ranks)
-        busy_links, busy = np.zeros(len(self.network.bandwidth)), np.zeros(self._num_lanes * ranks)
+        times, last = np.full((3, self._num_lanes * ranks), costs.launch), np.zeros(self._num_lanes * ranks)
+        busy_links = np.zeros(len(self.network.bandwidth))
         for number, each in enumerate(self.rounds):
             if isinstance(each, Copy):
                 copying = np.zeros(ranks)
                 copying[each.ranks] = each.parts * costs.step + costs.moving(unit * each.share) / channels
-                time = np.tile(self._of_ranks(time + last) + copying, self._num_lanes)
-                busy, last = busy + np.tile(copying, self._num_lanes), np.zeros_like(last)
+                of_ranks = np.stack([self._of_ranks(row) for row in _received(times, last, pieces)])
+                times = np.tile(_received(of_ranks, copying, pieces), self._num_lanes)
+                last = np.zeros_like(last)
                 continue
-            work = self._work(number, each, each.num_bytes(unit, wide_sums), costs, channels)
-            time = _repeated(time, work)
+            work = self._work(number, each, each.num_bytes(unit, wide_sums), costs, channels, pieces)
+            last[work.src] = 0.0  # the steps that send in this round
+            times = _received(times, last, pieces)
+            if each.anew:
+                times[2] = costs.launch
+            times = _repeated(times, work)
             busy_links += each.repeat * work.link_time
-            busy += each.repeat * (work.sending + work.receiving)
-            last = work.last
-        busiest_link = busy_links.max(initial=0.0)
-        more = (pieces - 1) * max(busiest_link, (busy + last).max())
-        return np.maximum(self._of_ranks(time + last), costs.launch + busiest_link) + more
+            last = work.last.copy()
+        done = self._of_ranks(_received(times, last, pieces).max(axis=0))
+        return np.maximum(done, costs.launch + pieces * busy_links.max(initial=0.0))
 
     def _of_ranks(self, time: np.ndarray) -> np.ndarray:
         """When all of each rank's programs are done."""
         return time.reshape(self._num_lanes, -1).max(axis=0)
 
-    def _work(self, number: int, round: Round, num_bytes: float, costs: Costs, channels: int) -> _Work:
+    def _work(self, number: int, round: Round, num_bytes: float, costs: Costs, channels: int, pieces: int) -> _Work:
         """Of a round whose messages have so many bytes."""
         routes, ranks, size = self._routes[number], self.network.num_ranks, self._num_lanes * self.network.num_ranks
         first = 0 if round.lane is None or self._num_lanes == 1 else round.lane * ranks
@@ -141,14 +152,19 @@ class Schedule:
         moving, overhead = costs.moving(num_bytes) / channels, costs.step * round.parts
         whole = num_bytes / rates[routes.paths[:, 0]]  # of all channels' parts, which queue at the first link of all
         alone = np.maximum(whole / channels, moving) + overhead
-        sending = np.bincount(src, alone, minlength=size) + _most(src, whole + overhead - alone, size)
+        by_itself = np.bincount(src, alone, minlength=size)
+        sending = by_itself + _most(src, whole + overhead - alone, size)
         shared = np.where(used, link_time[routes.paths], 0.0).max(axis=1) + overhead
         transfer = np.maximum(shared, sending[src])
         sending = np.maximum(sending, _most(src, transfer, size))
         num_received = np.bincount(dst, minlength=size)
         forwarded = np.minimum(num_received, 1) * round.forwards
         receiving, last = (count * (overhead + moving) for count in (num_received - forwarded, forwarded))
-        return _Work(src, dst, round.repeat, transfer, routes.latencies(costs), sending, receiving, last, link_time)
+        cycle = np.maximum(sending, by_itself + receiving)
+        return _Work(
+            src, dst, round.repeat, pieces - 1, transfer, routes.latencies(costs), sending, receiving, last, cycle,
+            link_time,
+        )  # fmt: skip
 
 
 def _most(programs: np.ndarray, times: np.ndarray, size: int) -> np.ndarray:
@@ -158,28 +174,40 @@ def _most(programs: np.ndarray, times: np.ndarray, size: int) -> np.ndarray:
     return longest
 
 
-def _repeated(time: np.ndarray, work: _Work) -> np.ndarray:
+def _received(times: np.ndarray, each: np.ndarray, pieces: int) -> np.ndarray:
+    """The programs' times after a step more for each piece, of so many µs; programs with 0 have none."""
+    first, last, free = times
+    done = np.maximum(np.maximum(first + pieces * each, last + each), free)
+    return np.where(each > 0, np.stack([first + each, done, done]), times)
+
+
+def _repeated(times: np.ndarray, work: _Work) -> np.ndarray:
     """The programs' times after a round and its repetitions.
 
     Once all have taken the same time since some repetition, they will again in as many more. The repetition to
     compare with moves on in steps that double, as in Brent's search for cycles.
     """
-    left, since, anchor, window = work.repeat, 0, time, 1
+    left, since, anchor, window = work.repeat, 0, times, 1
     while left:
-        time = _after(time, work)
+        times = _after(times, work)
         left, since = left - 1, since + 1
-        taken = time - anchor
+        taken = times - anchor
         if np.ptp(taken) <= _SAME * taken.max():
             periods, left = divmod(left, since)
-            time = time + periods * taken
-            since, anchor, window = 0, time, left + 1  # no more of them fit
+            times = times + periods * taken
+            since, anchor, window = 0, times, left + 1  # no more of them fit
         elif since == window:
-            since, anchor, window = 0, time, 2 * window
-    return time
+            since, anchor, window = 0, times, 2 * window
+    return times
 
 
-def _after(time: np.ndarray, work: _Work) -> np.ndarray:
-    sent = time[work.src] + work.transfer
-    later = time + work.sending
-    np.maximum.at(later, work.dst, sent + work.latency)
-    return later + work.receiving
+def _after(times: np.ndarray, work: _Work) -> np.ndarray:
+    first, last, free = times
+    begin, later = np.maximum(first, free), work.later_pieces * work.cycle
+    sent = begin + later + work.sending
+    next_first, next_last = sent.copy(), np.maximum(sent, last + work.sending)
+    first_sent = begin[work.src] + work.transfer
+    last_sent = np.maximum(begin + later, last)[work.src] + work.transfer
+    np.maximum.at(next_first, work.dst, first_sent + work.latency)
+    np.maximum.at(next_last, work.dst, last_sent + work.latency)
+    return np.stack([next_first, next_last, sent]) + work.receiving

@@ -2,13 +2,13 @@
 
 In two levels, a rank first gives its blocks for local rank l of every node to local rank l of its own node; that one
 then sends to its counterpart in each node what all ranks of this node have for it. Every block crosses nodes at most
-once.
+once. Each level has channels of its own, so that they overlap.
 """
 
 from __future__ import annotations
 
 from epcomm.collectives.algorithms.algorithm import Algorithm, Form
-from epcomm.collectives.algorithms.nodes import Nodes
+from epcomm.collectives.algorithms.nodes import RAIL, Nodes
 from epcomm.collectives.language import Collective, chunk
 
 
@@ -35,7 +35,8 @@ def _two_level(collective: Collective, ranks_per_node: int | None = None) -> Non
         node, local = divmod(rank, size)
         for to_node in range(nodes.number):
             if to_node != node:
-                chunk(rank, "scratch", to_node * size, size).copy(nodes.rank(to_node, local), "output", node * size)
+                blocks = chunk(rank, "scratch", to_node * size, size)
+                blocks.copy(nodes.rank(to_node, local), "output", node * size, channel=RAIL)
 
 
 DIRECT = Algorithm("direct", {"alltoall": Form(_direct, in_place=False)})

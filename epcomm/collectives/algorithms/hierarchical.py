@@ -7,7 +7,7 @@ carries each byte about twice, shared among its rails. Each phase has channels o
 from __future__ import annotations
 
 from epcomm.collectives.algorithms.algorithm import Algorithm, Form
-from epcomm.collectives.algorithms.nodes import Nodes
+from epcomm.collectives.algorithms.nodes import RAIL, Nodes
 from epcomm.collectives.algorithms.paths import (
     copy_along,
     copy_to_each,
@@ -18,8 +18,8 @@ from epcomm.collectives.algorithms.paths import (
 )
 from epcomm.collectives.language import Collective, chunk
 
-#: Channels of the phases along the rails and out of them; the phase into them has the default, 0.
-RAIL, SPREAD = 1, 2
+#: channel of the phase out of the rails
+SPREAD = 2
 
 
 def _allreduce(collective: Collective, ranks_per_node: int | None = None) -> None:

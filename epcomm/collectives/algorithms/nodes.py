@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from epcomm.collectives.language import Collective
 from epcomm.errors import ConfigError
 
+#: Channel of a phase along the rails; the phase in nodes before it has the default, 0.
+RAIL = 1
+
 
 @dataclass(frozen=True)
 class Nodes:

@@ -19,7 +19,7 @@ from epcomm.collectives.cost.machines import Machine
 from epcomm.collectives.cost.protocols import KERNEL, costs_of, protocols_of
 from epcomm.collectives.cost.schedules import SCHEDULES, algorithms_of
 from epcomm.collectives.cost.world import World
-from epcomm.collectives.plan import Collective, Plan
+from epcomm.collectives.plan import FIFO_DEPTH, Collective, Plan
 from epcomm.collectives.plan.conditions import ROOTED
 from epcomm.errors import ConfigError
 from epcomm.kernels.protocol.collectives import CHUNK_BYTES
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from epcomm.simulation.timeline import Timeline
 
 CHANNELS = (1, 2, 4, 8, 16)
+#: So many as half a FIFO holds, and more only of broadcasts and reduces: else ranks that send to each other around a
+#: circle fill their FIFOs, and wait for each other.
 PIECES = (1, 2, 4, 8)
 #: Of more ranks only the fewest and the most of both are priced.
 _MANY_RANKS = 512
@@ -126,8 +128,10 @@ class Candidate:
 
     @property
     def costs(self) -> Costs:
+        """What its steps cost, and what comes before: all ranks of a plan meet, those of a kernel don't."""
         machine = self.request.machine
-        return costs_of(machine.kind, self.protocol, self.algorithm, self.channels, len(machine.nodes))
+        costs = costs_of(machine.kind, self.protocol, self.algorithm, self.channels, len(machine.nodes))
+        return costs if self.is_kernel else replace(costs, launch=costs.launch + machine.meeting)
 
     @cached_property
     def plan(self) -> Plan:
@@ -259,9 +263,10 @@ def _variants(request: Request, algorithm: str, protocol: str) -> Iterator[list[
             yield [_kernel(request, algorithm)]
         return
     counts = _channel_counts(request)
-    options = [*product(counts, PIECES)]
+    pieces = PIECES if request.kind in ROOTED else [each for each in PIECES if each <= FIFO_DEPTH // 2]
+    options = [*product(counts, pieces)]
     if request.num_ranks > _MANY_RANKS:
-        options = [*product({counts[0], counts[-1]}, {PIECES[0], PIECES[-1]})]
+        options = [*product({counts[0], counts[-1]}, {pieces[0], pieces[-1]})]
     has_partial = request.num_ranks > 2 or request.op == "avg"  # also a sum that is still to be divided
     for wide in (False, True) if request.is_half and has_partial else (False,):
         yield [Candidate(request, algorithm, protocol, *option, wide, math.inf) for option in options]

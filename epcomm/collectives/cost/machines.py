@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from epcomm.collectives.cost.protocols import word_costs
 from epcomm.collectives.cost.world import World
 from epcomm.errors import ConfigError
-from epcomm.simulation.network import Cluster, Network, RoutedNetwork
+from epcomm.simulation.network import Cluster, Network, RoutedNetwork, meeting
 from epcomm.topology import PRESETS, Topology, from_nccl_xml, read_host, ring_order
 
 #: of links whose speed nobody gave: an NVLink 4 of an H100; the memory of `two_socket_host`
@@ -86,6 +87,11 @@ class Machine:
         if self.num_ranks > _MOST_ROUTED and Cluster.fits(self.topology):
             return Cluster.like(self.topology, self.num_ranks)
         return self.routed
+
+    @cached_property
+    def meeting(self) -> float:
+        """µs that pass in a plan's operation before its first step, until all ranks have entered it."""
+        return meeting(self.pricing_network, word_costs(self.kind))
 
 
 def find_machine(name: str, num_ranks: int) -> Machine:

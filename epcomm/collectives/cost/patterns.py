@@ -86,6 +86,13 @@ def summed(rounds: Sequence[Round]) -> list[Round]:
     return [replace(each, is_sum=number > 0) for number, each in enumerate(rounds)]
 
 
+def phases(*parts: Sequence[Round]) -> list[Round]:
+    """One after the other, each by programs of its own, so that a phase's first pieces overlap with the last ones of
+    the phase before.
+    """
+    return [replace(each, anew=number == 0) for part in parts for number, each in enumerate(part)]
+
+
 def scaled(rounds: Sequence[Round], factor: float) -> list[Round]:
     """The same with so many times the bytes."""
     return [replace(each, share=each.share * factor) for each in rounds]

@@ -47,7 +47,6 @@ KERNEL = "kernel"
 _BY_HAND = Protocol(KERNEL, 1.0, PRICED["ll"].base, PRICED["simple"].latency)
 
 
-
 @dataclass(frozen=True)
 class Generation:
     """How fast a GPU's channels are: one with Simple or LL128, and all together with LL, on 1, 2, and more nodes."""
@@ -80,8 +79,9 @@ GENERATIONS = {
 #: Kernels written by hand of ranks that are CPU cores: benchmarks/cost_model.py fits these costs to measured allreduces
 #: of 2 ranks, each on a core of its own (benchmarks/results/cost_model.json).
 CPU_COSTS = Costs(launch=3.679, channel=15.785, latency={"cache": 0.0, "socket": 0.0})
-#: Plans of such ranks, by the protocol that pays there. Messages are copied into FIFOs: of 2 ranks, two_shot's plan
-#: takes 1.16 to 1.31 times as long as its kernel, in the median 1.2 times (benchmarks/results/plans.json).
+#: Plans of such ranks, by the protocol that pays there. Messages are copied into FIFOs: of 2 ranks and from 1 MiB on,
+#: two_shot's plan takes 0.99 to 1.67 times as long as its kernel, in the median 1.2 times
+#: (benchmarks/results/plans.json).
 CPU_PLAN_COSTS = replace(CPU_COSTS, channel=CPU_COSTS.channel / 1.2)
 #: machines, by the preset's name, whose ranks are cores; "host" is the one that this is
 HOSTS = ("two_socket_host", "host")
@@ -92,9 +92,18 @@ def protocols_of(machine: str) -> tuple[str, ...]:
     return ("simple",) if machine in HOSTS else tuple(PRICED)
 
 
+def word_costs(machine: str) -> Costs:
+    """What a word by itself costs on a machine of this name: among GPUs as little as a step of LL's, whose messages are
+    words, too.
+    """
+    if machine in HOSTS:
+        return CPU_PLAN_COSTS
+    return Costs(latency={kind: of_ring for kind, (of_ring, _) in PRICED["ll"].latency.items()})
+
+
 def costs_of(machine: str, protocol: str, algorithm: str, channels: int, num_nodes: int) -> Costs:
-    """The costs of a plan of this algorithm on a machine of this name, or of its kernel; ConfigError if there is no
-    such protocol.
+    """The costs of the steps of a plan of this algorithm, or of its kernel, on a machine of this name; ConfigError if
+    there is no such protocol.
     """
     known = (*protocols_of(machine), KERNEL)
     if protocol not in known:

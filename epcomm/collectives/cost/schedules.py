@@ -23,6 +23,7 @@ from epcomm.collectives.cost.patterns import (
     chain,
     levels,
     mirrored,
+    phases,
     scaled,
     side_by_side,
     summed,
@@ -174,17 +175,32 @@ def _direct(world: World) -> list[Round | Copy]:
 
 def _node_sums(world: World) -> list[Round]:
     """All pairs in each node, then rings between nodes, one for each rank of a node."""
-    nodes = world.nodes
-    inside = all_pairs(nodes, len(nodes), len(nodes))
-    return inside + turns(nodes, len(nodes) - 1, 1.0, is_sum=True)
+    return phases(_in_nodes(world), turns(world.nodes, len(world.nodes) - 1, 1.0, is_sum=True))
 
 
 def _node_copies(world: World) -> list[Round]:
-    """Along the root's rail, then from each of its ranks to all of its node."""
-    nodes = world.nodes
+    """The other way round."""
+    return phases(turns(world.nodes, len(world.nodes) - 1, 1.0), _in_nodes(world))
+
+
+def _in_nodes(world: World) -> list[Round]:
+    return all_pairs(world.nodes, len(world.nodes), len(world.nodes))
+
+
+def _rail_and_nodes(world: World) -> tuple[list[Round], list[Round]]:
+    """Along the root's rail, and from each of its ranks to all of its node."""
     node, local = divmod(world.root, world.ranks_per_node)
-    rail = nodes[:, local]
-    return chain(np.roll(rail, -node), 1.0) + to_each(rail, nodes, 1.0)
+    rail = world.nodes[:, local]
+    return chain(np.roll(rail, -node), 1.0), to_each(rail, world.nodes, 1.0)
+
+
+def _node_broadcast(world: World) -> list[Round]:
+    return phases(*_rail_and_nodes(world))
+
+
+def _node_reduce(world: World) -> list[Round]:
+    rail, inside = _rail_and_nodes(world)
+    return summed(phases(mirrored(inside), mirrored(rail)))
 
 
 def _two_level(world: World) -> list[Round | Copy]:
@@ -192,7 +208,7 @@ def _two_level(world: World) -> list[Round | Copy]:
     nodes = world.nodes
     number, size = nodes.shape
     own = Copy(world.ranks, number, number)
-    return [own, *all_pairs(nodes, number, number), *all_pairs(nodes.T, size)]
+    return [own, *phases(all_pairs(nodes, number, number), all_pairs(nodes.T, size))]
 
 
 # Trees
@@ -276,7 +292,7 @@ SCHEDULES: dict[str, Mapping[str, _Schedule]] = {
     "bruck": {"allgather": _by_blocks(_bruck_copies, _bruck_copies)["allgather"], "alltoall": _bruck_alltoall},
     "one_shot": _by_blocks(_pairs) | _rooted(_from_root) | {"allreduce": _pairs},
     "two_shot": {"allreduce": _by_blocks(_pairs)["allreduce"]} | _rooted(_two_shot_broadcast, _two_shot_reduce),
-    "hierarchical": _by_blocks(_node_sums) | _rooted(_node_copies),
+    "hierarchical": _by_blocks(_node_sums, _node_copies) | _rooted(_node_broadcast, _node_reduce),
     "pat": _by_blocks(_pat_sums) | _rooted(_pat_copies),
     "swing": _by_blocks(_swing_sums),
     "direct": {"alltoall": _direct},

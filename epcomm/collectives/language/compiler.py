@@ -1,8 +1,9 @@
 """From a traced program to a plan: channels, order, dependencies.
 
-Steps go by the number of messages that they wait for one after the other, then by depth, the length of the longest
-chain of steps before them: so what can go on at once stands side by side whatever the order of the program's loops, and
-no rank waits for a later message while it has something to send. Channels are chosen so that what is sent first is
+Steps go by the number of messages that they wait for one after the other: so what can go on at once stands side by side
+whatever the order of the program's loops, and no rank waits for a later message while it has something to send. Of
+those the first piece's come first, so that it goes on while the next ones come in, even where it sums several messages;
+then by depth, the length of the longest chain of steps before them. Channels are chosen so that what is sent first is
 received first. The order is then that of a run with FIFOs of the given depth, so it can't deadlock at that depth.
 """
 
@@ -42,7 +43,7 @@ def compile_trace(trace: Trace, channels: int, pieces: int, fifo_depth: int, pro
     lowering.finish()
     # Channels have nothing to do with each other: one is ordered, and the others are like it.
     nodes = [node for piece in range(pieces) for node in copies(lowering.nodes, piece)]
-    nodes.sort(key=lambda node: (node.hops, node.depth, node.piece, node.number))
+    nodes.sort(key=lambda node: (node.hops, node.piece, node.depth, node.turn, node.number))
     for window in (pieces >> shift for shift in range(pieces.bit_length())):
         windows = _windows(nodes, pieces, window)
         lanes = _assign_lanes([node for part in windows for node in part])

@@ -26,6 +26,7 @@ class Node:
     receives: Node | None = None
     hops: int = 0  # the most messages that it waits for, one after the other
     depth: int = 0  # of the longest chain of nodes that it waits for
+    turn: int = 0  # which it is of its rank's with these hops and this depth
 
 
 def copies(nodes: list[Node], piece: int) -> list[Node]:
@@ -108,12 +109,15 @@ class Lowering:
     def finish(self) -> None:
         """Drops stores that nobody reads, then finds hops and depths."""
         needed = set().union(*(memory.needed() for memory in self._memories))
+        turns: dict[tuple[int, int, int], int] = defaultdict(int)
         for node in self.nodes:
             if node.op is Op.RECV_REDUCE_COPY_SEND and node not in needed:
                 node.op, node.dst = Op.RECV_REDUCE_SEND, None
             earlier = node.after | ({node.receives} if node.receives else set())
             node.depth = 1 + max((other.depth for other in earlier), default=-1)
             node.hops = max((other.hops + (other is node.receives) for other in earlier), default=0)
+            turns[node.rank, node.hops, node.depth] += 1
+            node.turn = turns[node.rank, node.hops, node.depth]
 
     def _sender(self, operation: Operation, src: Location) -> Node:
         """Who sends: the node that has just received exactly this, if there is one, else a new one."""
