@@ -52,10 +52,12 @@ def init(
             on one host), "nvshmem" or "gin" (NCCL's GPU-initiated networking), or "auto": the first of these that no
             rank refuses. With the last two each rank is a process, and results on symmetric memory end with the
             communicator.
-        num_threads: programs per operation on each rank, the least that any rank asks for; default: cores / ranks.
-        sm_budget: on CUDA what `num_threads` is on a cpu: how many of the GPU's multiprocessors an operation may keep
-            busy; default: see `kernels.gpu.cuda.default_sm_budget`. 0, which all ranks must agree on, moves data with
-            the GPUs' copy engines; a kernel of one program is left for the barriers, and for what computes.
+        num_threads: programs per operation on each rank, the least that any rank asks for; default: cores / ranks. On
+            CUDA it has no effect.
+        sm_budget: on CUDA what `num_threads` is on a cpu, where it has no effect: how many of the GPU's multiprocessors
+            an operation may keep busy; default: see `kernels.gpu.cuda.default_sm_budget`. 0, which all ranks must agree
+            on, moves data with the GPUs' copy engines; a kernel of one program is left for the barriers, and for what
+            computes.
         topology: the machine that the ranks are on, the same on all ranks: one of `epcomm.topology.PRESETS`, or read by
             `from_nccl_xml`. Its ranks are ours in this order; those of one machine of it are on one host. By it "auto"
             chooses how to allreduce. None: what is known of this one, see `Communicator.topology`.
