@@ -114,13 +114,17 @@ def test_both_layers() -> None:
 Cases = dict[tuple[Any, ...], dict[str, float]]
 
 
+def rows_of(name: str) -> list[dict[str, Any]]:
+    return json.loads((ROOT / "benchmarks" / "results" / name).read_text())["rows"]
+
+
 def medians(name: str, phase: str, *keys: str) -> tuple[Cases, Cases]:
     """Of `benchmarks/results/name`, by temperature and the case's `keys`: microseconds of each contestant, and of which
     part of the roofline epcomm's other phases are.
     """
     found: Cases = {}
     shares: Cases = {}
-    for row in json.loads((ROOT / "benchmarks" / "results" / name).read_text())["rows"]:
+    for row in rows_of(name):
         case = row["case"]
         if case.get("model") or case.get("experts", 64) != 64 or case.get("hidden", 7168) != 7168:
             continue
@@ -156,6 +160,12 @@ def expected_rows() -> list[str]:
     for than, digits, text in (("gloo", 0, "gloo"), ("mpi", 1, "MPI"), ("packed", 1, "MPI moving packed rows only")):
         cold = (f"{faster(times['cold', 2, 'flat', tokens], than):.{digits}f}x" for tokens in (1, 8, 32, 128))
         rows.append(f"| flat, cold, vs {text} | {' | '.join(cold)} |")
+    shares_of = {}
+    for row in rows_of("quantized_dispatch.json"):
+        cell = f"{row['share_of_time']:.2f} ({row['share_of_bytes']:.2f})"
+        shares_of[row["case"]["layout"], row["contestant"]] = cell
+    for layout in ("flat", "contiguous"):
+        rows.append(f"| {layout} | {' | '.join(shares_of[layout, name] for name in ('Float8', 'MXFP8', 'NVFP4'))} |")
     for ranks, name in ((2, "allreduce_2_ranks.json"), (4, "allreduce_4_ranks.json"), (8, "allreduce.json")):
         times, _ = medians(name, "allreduce", "ranks", "bytes")
         for than, text in (("mpi", "MPI"), ("gloo", "gloo")):
