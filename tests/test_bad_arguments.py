@@ -175,6 +175,19 @@ def test_inputs_that_require_gradients() -> None:
     run_ranks(body, 2)
 
 
+def test_timeout_of_reset() -> None:
+    def body() -> None:
+        with epcomm.init(timeout=20.0) as comm:
+            for wanted in ("5", 0, -1.0):
+                comm.abort()
+                with pytest.raises(ConfigError, match=f"rank {comm.rank}: reset: argument `timeout`.*got {wanted!r}"):
+                    comm.reset(wanted)
+                comm.reset(5.0)
+                works(comm)
+
+    run_ranks(body, 2)
+
+
 # ---- init and launch, whose peers are not there yet
 
 STORE = dist.HashStore()
