@@ -284,6 +284,8 @@ def test_explain_takes_an_algorithm_and_tells_roundings():
     assert "2. Algorithm: ring" in output and "ring order: 0 " in output and "7 times" in output
     assert "Most of the time is fixed cost" in output
     assert "Bytes dominate" in run("--bytes", str(256 * MIB), "--ranks", "4")
+    # far from the bound, which knows of links alone, because memory takes the time: no fixed cost either
+    assert "Bytes dominate" in run("--bytes", str(64 * MIB), "--ranks", "4", "--topology", "two_socket_host")
     assert "nothing to communicate" in run("--ranks", "1")
     large = run("--ranks", "256", "--bytes", "1048576", "--trace", "unwritten.json")
     assert "plans of more than 32 ranks are not made" in large and "256 ranks in 32 nodes" in large

@@ -176,17 +176,16 @@ def _print_advice(console: Console, explanation: Explanation) -> None:
         return
     if not explanation.chosen.has_price:
         return
-    if explanation.bound is not None:
-        moving = explanation.bound / explanation.microseconds
-        if moving < 0.25:
-            lines.append(
-                f"Most of the time is fixed cost, not bytes: several small {kind}s as one, or one in the kernel that "
-                "makes or uses the data, save more than another algorithm."
-            )
-        else:
-            lines.append("Bytes dominate: what helps is to send fewer.")
-            if moving < 0.6:
-                lines.append("There is room up to the bound: see the busiest links and the critical path's queues.")
+    moving = _share_of_bytes(explanation)
+    if moving is not None and moving < 0.5:
+        lines.append(
+            f"Most of the time is fixed cost, not bytes: several small {kind}s as one, or one in the kernel that "
+            "makes or uses the data, save more than another algorithm."
+        )
+    elif moving is not None:
+        lines.append("Bytes dominate: what helps is to send fewer.")
+        if explanation.bound is not None and explanation.bound < 0.6 * explanation.microseconds:
+            lines.append("There is room up to the bound: see the busiest links and the critical path's queues.")
     if kind == "alltoall":
         lines.append(
             "Rows for experts: dispatch sends what the routing needs, each row once per rank; equal blocks are as "
@@ -199,6 +198,13 @@ def _print_advice(console: Console, explanation: Explanation) -> None:
         names = ", ".join(alternative.kinds)
         table.add_row(alternative.when, names, f"{microseconds:.1f}", f"{microseconds / price:.2f}x")
     console.print(table)
+
+
+def _share_of_bytes(explanation: Explanation) -> float | None:
+    """Of the time, what goes into moving bytes: by the simulation, else at most twice the least; None without both."""
+    if explanation.shares:
+        return explanation.shares["bytes"] + explanation.shares["queue"]
+    return None if explanation.bound is None else min(1.0, 2 * explanation.bound / explanation.microseconds)
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -22,7 +22,6 @@ from epcomm.xml_elements import Element, parse_xml
 
 _GPU_CLASSES = ("0x0302", "0x0300", "0x0380", "0x1200")  # 3D, VGA, display controllers; processing accelerators
 _NIC_CLASSES = ("0x0200", "0x0207")
-_BRIDGE_CLASS = "0x0604"
 _NVSWITCH_CLASS = "0x0680"
 
 # (from this sm on, GB/s of one NVLink)
