@@ -151,7 +151,10 @@ def test_machines_by_name(tmp_path):
     dump = tmp_path / "machine.xml"
     dump.write_text((cost_model.RESULTS.parents[1] / "tests/data/topology/rccl_topo_4p3l.xml").read_text())
     assert find_machine(str(dump), 4).topology.num_ranks == 4
+    no_text = tmp_path / "no_text.xml"
+    no_text.write_bytes(b"\xff\xfe\x00")
     for name, num_ranks, message in (
+        (str(no_text), 8, "argument `topology`: no_text.xml is no text"),
         ("dgx_h10", 8, "argument `topology`: wanted one of host, ring, .* got 'dgx_h10'"),
         ("dgx_h100", 0, "argument `ranks`: wanted an integer >= 1, got 0"),
         (str(dump), 5, "argument `ranks`: wanted at most 4 on .*, got 5"),
@@ -263,7 +266,15 @@ def test_explain_takes_an_algorithm_and_tells_roundings():
     assert "2. Algorithm: ring" in output and "ring order: 0 " in output and "7 times" in output
     assert "Most of the time is fixed cost" in output
     assert "Bytes dominate" in run("--bytes", str(256 * MIB), "--ranks", "4")
-    assert "nothing to communicate" in run("--ranks", "1")
+    alone = run("--ranks", "1")
+    assert "nothing to communicate" in alone and "busiest links" not in alone
+    # of 4 ranks on cores each moves 6.7 MB far more slowly than links would: not a fixed cost
+    cores = run("--ranks", "4", "--bytes", "6710884", "--topology", "two_socket_host", "--algorithm", "two_shot")
+    assert "Bytes dominate" in cores and "There is room up to the bound" in cores
+    ring = run("--ranks", "5", "--topology", "ring", "--bytes", "65536", "--algorithm", "ring")
+    assert "cut bound: " in ring and "1 channel, in 1 piece" in ring and "inf" not in ring
+    uneven = run("--ranks", "12")
+    assert "no price: it is known among nodes of one size only; these have 4 to 8 ranks" in uneven
     large = run("--ranks", "256", "--bytes", "1048576", "--trace", "unwritten.json")
     assert "plans of more than 32 ranks are not made" in large and "256 ranks in 32 nodes" in large
     assert "price: " in large and "cut bound: " in large

@@ -15,7 +15,7 @@ from epcomm.collectives.cost.world import World
 from epcomm.collectives.language import Trace, chunk
 from epcomm.collectives.plan import COLLECTIVES, Collective, Dependency, Location, Op, Plan, Program, Step
 from epcomm.errors import ConfigError, PlanError
-from epcomm.simulation.bounds import crossing, cut_bound
+from epcomm.simulation.bounds import crossing, cut_bound, halves
 from epcomm.simulation.costs import Costs
 from epcomm.simulation.events import simulate
 from epcomm.simulation.network import Cluster, RoutedNetwork
@@ -23,6 +23,7 @@ from epcomm.simulation.perfetto import trace_document
 from epcomm.simulation.rounds import Round, Schedule
 from epcomm.simulation.timeline import PARTS, Cause
 from epcomm.topology import PRESETS, Device, Link, Topology
+from epcomm.topology.presets import DGX1_LINKS
 
 ALPHA, RATE = 0.5, 10.0  # µs, GB/s of every link
 COSTS = Costs(launch=3.0, step=0.1)
@@ -270,11 +271,37 @@ def test_no_plan_beats_the_bound(kind):
     }  # fmt: skip
     units = {"allreduce": 2 * 7 / 8, "broadcast": 1, "reduce": 1, "allgather": 7, "reduce_scatter": 7, "alltoall": 7}
     for net, rate in nets.values():
-        bound = cut_bound(net, Collective(kind, 8, 1), 10**7, [singly])
+        bound = cut_bound(net, Collective(kind, 8, 1), 10**7, [singly, *halves(8)])
         assert rate is None or bound == pytest.approx(units[kind] * 10**7 / rate / 1e3)
         for name, algorithm in ALGORITHMS.items():
             if kind in algorithm.forms:
                 assert simulate(algorithm.plan(kind, 8, channels=2), 10**7, net).makespan > bound, name
+
+
+# Rounds per chunk of a rank's block, or of a pair's in alltoall. What SCCL's log of a DGX-1's allgather (SYNTHESIS.md of
+# github.com/microsoft/sccl) ends with, 6 chunks in 7 rounds, is the first; half of a ring sends 16 pairs' over 2 links.
+LEAST_ROUNDS = {
+    "dgx1": {"allgather": 7 / 6, "reduce_scatter": 7 / 6, "broadcast": 1 / 6, "reduce": 1 / 6, "alltoall": 8 / 3},
+    "ring": {"allgather": 7 / 2, "reduce_scatter": 7 / 2, "broadcast": 1 / 2, "reduce": 1 / 2, "alltoall": 8},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEAST_ROUNDS)
+def test_bounds_where_not_all_ranks_are_linked(name):
+    """A ring of 8 ranks, and a DGX-1's NVLinks alone: ranks that no link joins send to each other by way of others."""
+    assert len(halves(8)) == 127 and [[0, 2], [1]] in halves(3)
+    links = {pair: 1 for pair in zip(range(8), [*range(1, 8), 0])} if name == "ring" else DGX1_LINKS
+    ranks = tuple(f"gpu{rank}" for rank in range(8))
+    net = RoutedNetwork(Topology(
+        name, tuple(Device(rank, "gpu") for rank in ranks),
+        tuple(Link(ranks[a], ranks[b], "nvlink", RATE, count=count) for (a, b), count in links.items()), ranks,
+    ))  # fmt: skip
+    for kind, rounds in LEAST_ROUNDS[name].items():
+        bound = cut_bound(net, Collective(kind, 8, 1), 10**6, [[[rank] for rank in range(8)], *halves(8)])
+        assert bound == pytest.approx(rounds * beta(10**6)), kind
+    apart = Topology("apart", tuple(Device(rank, "gpu") for rank in ranks[:2]), (), ranks[:2])
+    with pytest.raises(ConfigError, match="no way leads between ranks"):
+        cut_bound(RoutedNetwork(apart), Collective("broadcast", 2, 1), 8, [[[0], [1]]])
 
 
 def test_bounds_between_nodes():

@@ -9,12 +9,14 @@ from functools import cached_property
 from epcomm.collectives.cost.choice import Candidate, Request, candidates, cheapest, choose
 from epcomm.errors import ConfigError
 from epcomm.explain.alternatives import Alternative, priced
-from epcomm.simulation.bounds import crossing, cut_bound
+from epcomm.simulation.bounds import crossing, cut_bound, halves
 from epcomm.simulation.timeline import Timeline
 
 #: Larger plans are not made: their simulation takes minutes.
 MOST_SIMULATED = 32
 _MOST_BOUNDED = 1024
+#: Of no more ranks all ways to divide them in two are looked at.
+_MOST_DIVIDED = 8
 
 
 @dataclass(frozen=True)
@@ -42,16 +44,15 @@ class Explanation:
 
     @cached_property
     def bound(self) -> float | None:
-        """µs below which no plan on this machine is; None where there are too many ranks to look at all pairs, or pairs
-        that no links join.
-        """
+        """µs below which no plan on this machine is; None where there are too many ranks to look at all pairs."""
         request, machine = self.request, self.request.machine
         if request.num_ranks > _MOST_BOUNDED:
             return None
-        groupings = (self._singly, machine.nodes)
+        groupings = [self._singly, machine.nodes]
+        groupings += halves(request.num_ranks) if request.num_ranks <= _MOST_DIVIDED else []
         try:
             return cut_bound(machine.pricing_network, request.collective, request.num_bytes, groupings)
-        except ConfigError:  # a bound is about ways between all ranks
+        except ConfigError:  # two nodes may have too many pairs even so
             return None
 
     @cached_property
@@ -75,6 +76,15 @@ class Explanation:
         if self.timeline is None:
             return {}
         return {name: value / self.timeline.makespan for name, value in self.timeline.parts.items()}
+
+    @property
+    def is_mostly_fixed(self) -> bool | None:
+        """Whether launch, steps and latencies take most of the critical path; without a simulation, whether the bound
+        is less than a quarter of the price; None if that isn't known either.
+        """
+        if self.shares:
+            return self.shares["bytes"] + self.shares["queue"] < 0.5
+        return None if self.bound is None else self.bound < 0.25 * self.microseconds
 
 
 def explain(request: Request, algorithm: str = "auto", protocol: str = "auto") -> Explanation:

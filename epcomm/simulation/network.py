@@ -45,6 +45,9 @@ class Network(Protocol):
     def routes(self, src: np.ndarray, dst: np.ndarray) -> Routes:
         """The ways from each of `src` to its `dst`, ranks; ConfigError if there is none."""
 
+    def joins(self, src: np.ndarray, dst: np.ndarray) -> np.ndarray:
+        """Whether there is a way from each of `src` to its `dst`, bool [messages]."""
+
     def link_name(self, link: int) -> str:
         """A link's ends, for people."""
 
@@ -79,6 +82,9 @@ class RoutedNetwork:
         kind_idx = np.array([kinds.index(each) for _, _, each in ways], np.int64)
         latency = np.array([latency for _, latency, _ in ways])
         return Routes(paths[inverse], latency[inverse], kinds, kind_idx[inverse])
+
+    def joins(self, src: np.ndarray, dst: np.ndarray) -> np.ndarray:
+        return np.array([self.topology.bandwidth(a, b) > 0 for a, b in zip(src.tolist(), dst.tolist())], bool)
 
     def link_name(self, link: int) -> str:
         return " -> ".join(self.ends[link])
@@ -152,6 +158,9 @@ class Cluster:
         latency = np.array([self.inside[2], self.between[2]])[is_far]
         kinds = tuple(frozenset([kind]) for kind, _, _ in (self.inside, self.between))
         return Routes(np.stack([out, into], axis=1), latency, kinds, is_far)
+
+    def joins(self, src: np.ndarray, dst: np.ndarray) -> np.ndarray:
+        return np.ones(len(src), bool)
 
     def link_name(self, link: int) -> str:
         number, direction = divmod(link, 2)
