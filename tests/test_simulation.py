@@ -278,8 +278,8 @@ def test_no_plan_beats_the_bound(kind):
                 assert simulate(algorithm.plan(kind, 8, channels=2), 10**7, net).makespan > bound, name
 
 
-# Rounds per chunk of a rank's block, or of a pair's in alltoall. What SCCL's log of a DGX-1's allgather (SYNTHESIS.md of
-# github.com/microsoft/sccl) ends with, 6 chunks in 7 rounds, is the first; half of a ring sends 16 pairs' over 2 links.
+# Rounds per chunk of a rank's block, or of a pair's in alltoall. The first is the last of SCCL's log of a DGX-1's
+# allgather, 6 chunks in 7 rounds (github.com/microsoft/sccl, SYNTHESIS.md). Half of a ring sends 16 pairs' by 2 links.
 LEAST_ROUNDS = {
     "dgx1": {"allgather": 7 / 6, "reduce_scatter": 7 / 6, "broadcast": 1 / 6, "reduce": 1 / 6, "alltoall": 8 / 3},
     "ring": {"allgather": 7 / 2, "reduce_scatter": 7 / 2, "broadcast": 1 / 2, "reduce": 1 / 2, "alltoall": 8},

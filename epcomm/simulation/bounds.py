@@ -64,9 +64,9 @@ def cut_bound(
 ) -> float:
     """µs below which no plan of the collective is, with `num_bytes` in its unit, whatever its latencies.
 
-    `groupings` are ways to divide all ranks: singly, by node, in `halves`. What a group can send, or take in, is what the narrowest
-    of these sets of links can carry: of all ways that lead out of it, or into it, the first, second ... links, or each
-    one's narrowest, or the one that most ways share for its width. ConfigError if none lead there.
+    `groupings` are ways to divide all ranks: singly, by node, in `halves`. What a group can send, or take in, is what
+    the narrowest of these sets of links can carry: of all ways that lead out of it, or into it, the first, second ...
+    links, or each one's narrowest, or the one that most ways share for its width. ConfigError if no way leads there.
     """
     bound = 0.0
     for groups in groupings:
