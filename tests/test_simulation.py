@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -144,6 +145,24 @@ def test_channels_keep_their_order_and_dependencies_are_waited_for():
     assert timeline.start.tolist() == pytest.approx([0.0, unit, unit])
     assert timeline.cause[1] == (Cause.AFTER, 0) and timeline.cause[2] == (Cause.PROGRAM, 1)
     assert timeline.makespan == pytest.approx(2 * unit)
+
+
+def test_programs_of_one_thread_take_turns():
+    plan = ALGORITHMS["ring"].plan("allreduce", 3, channels=4)
+    costs = Costs(channel=RATE / 100)  # links take next to no time beside programs
+    alone = simulate(ALGORITHMS["ring"].plan("allreduce", 3), 10**6, mesh(3), costs).makespan
+    times = {workers: simulate(plan, 10**6, mesh(3), costs, num_workers=workers).makespan for workers in (1, 2, 4, 9)}
+    # four programs, each of a quarter of the bytes; in turn they also fill the time in which one would wait
+    assert times[4] == times[9] == simulate(plan, 10**6, mesh(3), costs).makespan < 0.3 * alone
+    assert times[4] < times[2] < times[1] <= alone
+    timeline = simulate(plan, 10**6, mesh(3), costs, num_workers=2)
+    for rank, worker in product(range(3), range(2)):
+        own = np.flatnonzero((timeline.graph.rank == rank) & (timeline.graph.program % 2 == worker))
+        own = own[np.argsort(timeline.start[own])]
+        assert (timeline.complete[own][:-1] <= timeline.start[own][1:]).all()
+    assert sum(timeline.parts.values()) == pytest.approx(timeline.makespan)
+    with pytest.raises(ConfigError, match="num_workers: wanted at least 1, got 0"):
+        simulate(plan, 8, mesh(3), num_workers=0)
 
 
 def test_the_kind_of_link_has_a_least_latency():
