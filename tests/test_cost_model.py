@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from functools import cache
+from statistics import median
 
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import cost_model, results
+from benchmarks import cost_model, results, simulated_plans
 from benchmarks.published_schedules import SCHEDULES, read_schedule
 from epcomm.cli import app
 from epcomm.collectives.cost.choice import Candidate, Request, candidates, choose
@@ -347,3 +348,20 @@ def test_the_committed_comparison_is_what_the_command_finds():
                 elif name not in ("fitted", "held_out"):  # which have rows of their own
                     assert value == committed[name]
     assert cost_model.cpu_costs(document) == CPU_COSTS
+
+
+def test_the_committed_simulations_are_what_the_command_finds():
+    """Two of each world's rows, by the committed constants, which fit one algorithm only; and what is said of all."""
+    document = results.load(cost_model.RESULTS / "simulated_plans.json")
+    times = simulated_plans.measured()
+    assert [world["ranks"] for world in document["worlds"]] == [2, 4]
+    for world in document["worlds"]:
+        constants = (world["launch_us"], world["message_us"], world["channel_gb_per_s"])
+        assert {(row["name"], row["bytes"]) for row in world["rows"]} == set(times[world["ranks"]])
+        for row in world["rows"][6:18:5]:
+            assert row["measured_us"] == pytest.approx(times[world["ranks"]][row["name"], row["bytes"]], abs=1e-3)
+            found = simulated_plans.simulated(row["name"], world["ranks"], row["bytes"], constants)
+            assert found == pytest.approx(row["simulated_us"], rel=0.01)
+        others = [max(row["ratio"], 1 / row["ratio"]) for row in world["rows"] if not row["fitted"]]
+        assert world["median_factor"] == pytest.approx(median(others)) and world["median_factor"] < 1.3
+        assert {row["name"] for row in world["rows"] if row["fitted"]} == {"ring"} and len(others) == 30

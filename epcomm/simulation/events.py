@@ -54,7 +54,7 @@ def simulate(
 
 
 def in_turn(graph: Graph, order: np.ndarray, num_workers: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """(earlier, later) steps that follow each other in a program; with workers in one of those, in the proof's order."""
+    """(earlier, later) steps that follow each other in a program, or with workers in one of those, as in `order`."""
     if num_workers is None:
         later = np.flatnonzero(graph.index > 0)
         return later - 1, later
