@@ -363,5 +363,5 @@ def test_the_committed_simulations_are_what_the_command_finds():
             found = simulated_plans.simulated(row["name"], world["ranks"], row["bytes"], constants)
             assert found == pytest.approx(row["simulated_us"], rel=0.01)
         others = [max(row["ratio"], 1 / row["ratio"]) for row in world["rows"] if not row["fitted"]]
-        assert world["median_factor"] == pytest.approx(median(others)) and world["median_factor"] < 1.3
+        assert world["median_factor"] == pytest.approx(median(others), abs=1e-3) and world["median_factor"] < 1.3
         assert {row["name"] for row in world["rows"] if row["fitted"]} == {"ring"} and len(others) == 30
