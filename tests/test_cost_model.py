@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from collections import Counter
 from functools import cache
 from statistics import median
 
+import numpy as np
 import pytest
+from matplotlib.image import imread
 from typer.testing import CliRunner
 
 from benchmarks import cost_model, results, simulated_plans
@@ -22,7 +26,7 @@ from epcomm.collectives.plan.conditions import REDUCTIONS, ROOTED
 from epcomm.collectives.plan.verify import verify
 from epcomm.errors import ConfigError, UnsupportedError
 from epcomm.explain.alternatives import ALTERNATIVES
-from epcomm.explain.drawings import check_path
+from epcomm.explain.drawings import check_path, draw_placement, draw_schedule
 from epcomm.explain.explanation import explain
 from epcomm.simulation.events import simulate
 from epcomm.simulation.network import RoutedNetwork
@@ -278,7 +282,11 @@ def test_explain_takes_an_algorithm_and_tells_roundings():
     assert "no price: it is known among nodes of one size only; these have 4 to 8 ranks" in uneven
     large = run("--ranks", "256", "--bytes", "1048576", "--trace", "unwritten.json")
     assert "plans of more than 32 ranks are not made" in large and "256 ranks in 32 nodes" in large
-    assert "price: " in large and "cut bound: " in large
+    assert "price: " in large and "cut bound: " in large and "of the price: launch " in large
+    assert "node 0, NIC 0, out" in large
+    many = explain(Request(64 * MIB, machine("dgx_h100", 4096)))
+    assert sum(many.shares.values()) == pytest.approx(1) and many.is_mostly_fixed  # a ring of 512 nodes
+    assert 0 < many.busiest_links[0][1] < many.shares["bytes"] and many.bound < 0.1 * many.microseconds
 
 
 @pytest.mark.parametrize(
@@ -317,6 +325,35 @@ def test_explain_draws(tmp_path, ending):
         head = path.read_bytes()[:100]
         assert head.startswith(b"\x89PNG") if ending == "png" else b"<?xml" in head
         assert path.stat().st_size > 5000
+
+
+SUMMING, COPYING, CRITICAL, WAITING = "#2166ac", "#5aae61", "#b2182b", "#888888"
+
+
+def test_what_is_drawn(tmp_path):
+    """A bar per step and an arrow per message, those of the critical path in red; ranks in the order of the ring."""
+    request = Request(65536, machine("dgx1_v100", 8))
+    timeline = explain(request, "ring").timeline
+    schedule, ring, pixels = tmp_path / "schedule.svg", tmp_path / "ring.svg", tmp_path / "schedule.png"
+    draw_schedule(timeline, schedule)
+    draw_schedule(timeline, pixels)
+    draw_placement(request.machine.topology, list(request.world.order), ring)
+    text = schedule.read_text()
+    drawn = Counter(re.findall("(?:fill|stroke): (#[0-9a-f]{6})", text))
+    path = timeline.critical_path
+    steps = {segment.step for segment in path}
+    arrows = {segment.step for segment in path if segment.is_message}
+    others = [step.op for number, (_, step) in enumerate(timeline.graph.plan.steps()) if number not in steps]
+    assert drawn[SUMMING] == sum(op.reduces for op in others) and drawn[CRITICAL] == len(steps) + len(arrows)
+    assert drawn[COPYING] == len(others) - drawn[SUMMING]
+    assert drawn[WAITING] == (timeline.graph.match >= 0).sum() - len(arrows)
+    assert all(f"<!-- rank {rank}, program 0 -->" in text for rank in range(8))
+    labels = re.findall(r"<!-- (\d+|\d+ GB/s) -->", ring.read_text())
+    assert labels == ["50 GB/s"] * 8 + [str(rank) for rank in request.world.order]
+    image = imread(pixels)[..., :3]
+    for colour in (SUMMING, COPYING, CRITICAL):  # bars let a fifth of the white behind them through
+        wanted = 0.8 * np.array([int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]) + 0.2
+        assert (abs(image - wanted).max(axis=2) < 0.02).sum() > 100, colour
 
 
 def test_drawings_without_matplotlib_say_what_to_install(tmp_path, monkeypatch):

@@ -337,6 +337,31 @@ def test_bounds_between_nodes():
         assert bound == pytest.approx(10**8 / 12.5 / 1e3)
 
 
+@pytest.mark.parametrize("kind", COLLECTIVES)
+def test_bounds_of_groups_that_are_alike(kind):
+    """Looking at one of them is as good as at all, and enough for any number of ranks."""
+    machines, bounds = PRESETS["dgx_h100"](2), []
+    for num_ranks, alike in ((64, True), (64, False), (100_000, True)):
+        groupings = [[[rank] for rank in range(num_ranks)], np.arange(num_ranks).reshape(-1, 8).tolist()]
+        net = Cluster.like(machines, num_ranks)
+        bounds.append(cut_bound(net, Collective(kind, num_ranks, 1), 10**6, groupings, are_alike=alike))
+    assert bounds[0] == pytest.approx(bounds[1], rel=1e-12)
+    # between nodes, by 8 NICs: what one sends, or takes in, or of an allreduce what each does on average
+    nodes = 12_500
+    units = {"allreduce": 2 * (nodes - 1) / nodes, "broadcast": 1, "reduce": 1, "alltoall": 8 * (100_000 - 8)}
+    assert bounds[2] == pytest.approx(units.get(kind, 100_000 - 8) * 10**6 / 400 / 1e3, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["ring", "two_shot", "double_binary_tree", "halving_doubling", "pat"])
+def test_links_carry_as_much_in_rounds_as_in_events(name):
+    costs, net = Costs(efficiency=0.5), mesh(8)
+    events = simulate(ALGORITHMS[name].plan("allreduce", 8), 10**6, net, costs, wide_sums=True)
+    rounds = Schedule(SCHEDULES[name]["allreduce"](World(8, 8)), net)
+    assert rounds.link_times(10**6, costs, wide_sums=True).sum() == pytest.approx(events.link_busy.sum())
+    if name in ("ring", "two_shot", "halving_doubling"):
+        assert np.allclose(rounds.link_times(10**6, costs, wide_sums=True), events.link_busy)
+
+
 def test_what_crosses_between_groups():
     groups = [[0, 1, 2], [3], [4, 5]]
     found = crossing(Collective("allgather", 6, 1), groups)

@@ -145,10 +145,9 @@ def _print_mapping(console: Console, explanation: Explanation) -> None:
         chunk = explanation.request.num_bytes / chosen.plan.collective.num_chunks
         lines.append(f"{chosen.plan.num_steps} steps, chunks of {size_text(chunk)}")
     console.print("\n".join(f"   {line}" for line in lines), highlight=False, markup=False)
-    links = [] if timeline is None else timeline.busiest_links()
-    if links:
+    if explanation.busiest_links:
         table = _table("busiest links", "link", "busy")
-        for name, share in links:
+        for name, share in explanation.busiest_links:
             table.add_row(escape(name), f"{share:.0%}")
         console.print(table)
 
@@ -156,14 +155,15 @@ def _print_mapping(console: Console, explanation: Explanation) -> None:
 def _print_fit(console: Console, explanation: Explanation) -> None:
     console.print("\n[bold]4. Fit[/]")
     lines, shares = [], explanation.shares
-    if shares:
+    parts = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+    if explanation.timeline is not None:
         lines.append(f"simulated: {explanation.microseconds:.1f} µs; price: {explanation.chosen.microseconds:.1f} µs")
-        parts = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
         lines.append(f"critical path: {parts}")
-    elif not explanation.chosen.has_price:
+    elif not shares:
         lines.append(f"no price: {_unpriced(explanation.request.machine)}")
     else:
         lines.append(f"price: {explanation.microseconds:.1f} µs; more than {MOST_SIMULATED} ranks are not simulated")
+        lines.append(f"of the price: {parts}")
     if explanation.bound and explanation.chosen.has_price:  # one rank's is 0
         ratio = explanation.microseconds / explanation.bound
         lines.append(f"cut bound: {explanation.bound:.1f} µs, no matter the algorithm; this is {ratio:.2f} times that")

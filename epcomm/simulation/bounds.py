@@ -13,7 +13,7 @@ from epcomm.simulation.costs import BYTES_PER_MICROSECOND
 from epcomm.simulation.network import NO_LINK, Network
 
 #: More pairs of ranks are not looked at.
-_MOST_PAIRS = 100_000
+_MOST_PAIRS = 10_000_000
 
 
 @dataclass(frozen=True)
@@ -60,18 +60,23 @@ def halves(num_ranks: int) -> list[list[list[int]]]:
 
 
 def cut_bound(
-    network: Network, collective: Collective, num_bytes: float, groupings: Sequence[Sequence[Sequence[int]]]
-) -> float:
+    network: Network, collective: Collective, num_bytes: float, groupings: Sequence[Sequence[Sequence[int]]],
+    *, are_alike: bool = False,
+) -> float:  # fmt: skip
     """µs below which no plan of the collective is, with `num_bytes` in its unit, whatever its latencies.
 
     `groupings` are ways to divide all ranks: singly, by node, in `halves`. What a group can send, or take in, is what
     the narrowest of these sets of links can carry: of all ways that lead out of it, or into it, the first, second ...
     links, or each one's narrowest, or the one that most ways share for its width. ConfigError if no way leads there.
+
+    `are_alike`: of each grouping only the first group is looked at, than which no other one has more links.
     """
     bound = 0.0
     for groups in groupings:
         if len(groups) > 1:
-            out, into = (np.array([_rate(network, group, way) for group in groups]) for way in (1, -1))
+            shown = groups[:1] if are_alike else groups
+            rates = (np.array([_rate(network, group, way) for group in shown]) for way in (1, -1))
+            out, into = (np.broadcast_to(each, len(groups)) for each in rates)
             has_to = crossing(collective, groups)
             shares = (has_to.leaves / out, has_to.enters / into, has_to.total / out.sum(), has_to.total / into.sum())
             bound = max(bound, max(float(share.max()) for share in shares) * num_bytes / BYTES_PER_MICROSECOND)
