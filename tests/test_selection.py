@@ -304,6 +304,21 @@ def test_it_is_chosen_once_per_size_and_dtype(monkeypatch: pytest.MonkeyPatch) -
     assert requests == [(400, torch.float32, "sum"), (200, torch.bfloat16, "sum")]
 
 
+def test_an_allreduce_is_bound_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests, bind = [], reductions.Reductions._bound_allreduce
+
+    def counted(self: Any, *request: Any) -> Any:
+        requests.append(request[-1])
+        return bind(self, *request)
+
+    monkeypatch.setattr(reductions.Reductions, "_bound_allreduce", counted)
+    with epcomm.init(num_threads=1) as comm:
+        for algorithm, _ in itertools.product(("auto", "two_shot", "ring"), range(3)):  # a kernel's name, a plan's
+            x = torch.arange(100.0)
+            assert torch.equal(comm.allreduce(x, algorithm=algorithm), x)
+    assert requests == ["auto", "two_shot", "ring"]
+
+
 def test_it_is_rejected_before_anything_is_priced() -> None:
     def body() -> tuple[Any, Any]:
         with epcomm.init(timeout=30.0, topology=PRESETS["ring"](3)) as comm:

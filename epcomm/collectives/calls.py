@@ -64,5 +64,6 @@ class Calls:
     def _run_plan(self, kind: str, x: torch.Tensor, result: torch.Tensor | None, algorithm: str | Plan, async_op: bool,
                   timeout: float | None, op: str = "", root: int = 0) -> Any:  # fmt: skip
         """Runs a plan, or the plan of the algorithm that is named, from x (contiguous) to result."""
-        operation, values = self._plans.request(self._where(kind), kind, algorithm, x, result, op, root)
-        return self._call(operation, values, (x, result), result, async_op, timeout)
+        planned = self._plans.bound(self._where(kind), kind, algorithm, x, op, root)
+        values = planned.call_words(self._where(kind), x, result)
+        return self._call(planned.operation, values, (x, result), result, async_op, timeout)

@@ -15,6 +15,7 @@ from epcomm.collectives.calls import Calls, rejecting
 from epcomm.collectives.checks import check_op, check_out, check_rank, check_tensor, is_plain
 from epcomm.collectives.cost.kernels import octave
 from epcomm.collectives.plan import Plan
+from epcomm.collectives.planned import PlannedCollective
 from epcomm.collectives.selection import check_algorithm, chosen_kernel, chosen_on, is_kernel
 from epcomm.device.cpu.memory import STREAMING_BYTES
 from epcomm.errors import ConfigError
@@ -61,18 +62,31 @@ class Reductions(Calls):
             x = check_tensor(self._where("allreduce"), "x", x, self._device).contiguous()
         if not isinstance(op, str):
             check_op(self._where("allreduce"), x.dtype, op)
-        operation = self._binder.bound.get((x.shape, x.dtype, op, algorithm))
-        if operation is None:
-            chosen = self._chosen(self._where("allreduce"), x, op, algorithm)
-            if not is_kernel(chosen):
-                result = check_out(self._where("allreduce"), out, x.shape, x)
-                return self._run_plan("allreduce", x, result, chosen, async_op, timeout, op)
-            operation = self._bind_reduce("allreduce", x, op, chosen, is_auto=algorithm == "auto")
-            self._binder.remember((x.shape, x.dtype, op, algorithm), operation)
+        bound = self._binder.bound.get((x.shape, x.dtype, op, algorithm))
+        if bound is None:
+            bound = self._bound_allreduce(self._where("allreduce"), x, op, algorithm)
+            self._binder.remember((x.shape, x.dtype, op, algorithm), bound)
         result = torch.empty_like(x) if out is None else check_out(self._where("allreduce"), out, x.shape, x)
-        num_bytes = x.nbytes
-        values = (x.data_ptr(), result.data_ptr(), num_bytes, num_bytes > STREAMING_BYTES)
+        operation, values = self._call_of(bound, "allreduce", x, result)
         return self._call(operation, values, x, result, async_op, timeout)
+
+    def _bound_allreduce(
+        self, where: str, x: torch.Tensor, op: str, algorithm: str | Plan
+    ) -> Operation | PlannedCollective:
+        """By a kernel, or by a plan."""
+        chosen = self._chosen(where, x, op, algorithm)
+        if is_kernel(chosen):
+            return self._bind_reduce("allreduce", x, op, chosen, is_auto=algorithm == "auto")
+        return self._plans.bound(where, "allreduce", chosen, x, op)
+
+    def _call_of(
+        self, bound: Operation | PlannedCollective, name: str, x: torch.Tensor, result: torch.Tensor
+    ) -> tuple[Operation, tuple[int, ...]]:
+        """The operation of an allreduce that was bound, and its call words."""
+        if isinstance(bound, PlannedCollective):
+            return bound.operation, bound.call_words(self._where(name), x, result)
+        num_bytes = x.nbytes
+        return bound, (x.data_ptr(), result.data_ptr(), num_bytes, num_bytes > STREAMING_BYTES)
 
     @rejecting
     def bind_allreduce(
@@ -83,13 +97,8 @@ class Reductions(Calls):
         if data.data_ptr() != x.data_ptr() or not data.is_contiguous():
             raise ConfigError(f"{where}: argument `x`: wanted a contiguous tensor, got strides {x.stride()}")
         result = check_out(where, x if out is None else out, x.shape, x)
-        num_bytes = x.nbytes
-        values: tuple[int, ...] = (x.data_ptr(), result.data_ptr(), num_bytes, num_bytes > STREAMING_BYTES)
-        chosen = self._chosen(where, x, op, algorithm)
-        if is_kernel(chosen):
-            operation = self._bind_reduce("allreduce", x, op, chosen, is_auto=algorithm == "auto")
-        else:
-            operation, values = self._plans.request(where, "allreduce", chosen, x, result, op)
+        bound = self._bound_allreduce(where, x, op, algorithm)
+        operation, values = self._call_of(bound, "bind_allreduce", x, result)
         launch, fifo, runtime = self.runtime.bind(operation, *values), self._fifo, self.runtime
 
         def call(keep: Any = (x, result)) -> torch.Tensor:
@@ -104,10 +113,8 @@ class Reductions(Calls):
     def describe_allreduce(self, x: torch.Tensor, op: str, algorithm: str | Plan) -> str:
         where = self._where("describe_allreduce")
         x = check_tensor(where, "x", x, self._device)
-        chosen = self._chosen(where, x, op, algorithm)
-        if is_kernel(chosen):
-            return self._bind_reduce("allreduce", x, op, chosen, is_auto=algorithm == "auto").text
-        return self._plans.request(where, "allreduce", chosen, x, None, op)[0].text
+        bound = self._bound_allreduce(where, x, op, algorithm)
+        return (bound.operation if isinstance(bound, PlannedCollective) else bound).text
 
     @rejecting
     def reduce(self, x: torch.Tensor, dst: int, op: str, out: torch.Tensor | None, algorithm: str | Plan,

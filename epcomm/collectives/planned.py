@@ -56,10 +56,18 @@ class PlannedCollective:
     plan: Plan
     first_output: int
 
-    def check_placement(self, where: str, x: int, num_input: int, out: int, num_output: int) -> None:
-        """ConfigError unless the plan is meant for input and output at these addresses, of so many bytes."""
-        if 0 in (num_input, num_output):
-            return
+    def call_words(self, where: str, x: torch.Tensor, out: torch.Tensor | None) -> tuple[int, ...]:
+        """The operation's, for these tensors; `out` is None where there is no output.
+
+        ConfigError unless the plan is meant to run in place, or out of place, as they lie.
+        """
+        source, num_input = x.data_ptr(), x.nbytes
+        to, num_output = (0, 0) if out is None else (out.data_ptr(), out.nbytes)
+        if num_input and num_output:
+            self._check_placement(where, source, num_input, to, num_output)
+        return source, to, num_input, num_output > STREAMING_BYTES
+
+    def _check_placement(self, where: str, x: int, num_input: int, out: int, num_output: int) -> None:
         plan = f"{where}: argument `out`: plan {self.plan.name}"
         if out == x + self.first_output:
             if not self.plan.in_place:
@@ -106,21 +114,15 @@ class PlanBinder:
         self._done.array[:] = 0
         self._done.publish()
 
-    def request(
-        self, where: str, kind: str, algorithm: Plan | str, x: torch.Tensor, out: torch.Tensor | None, op: str = "",
-        root: int = 0,
-    ) -> tuple[Operation, tuple[int, ...]]:  # fmt: skip
-        """The operation that runs a plan, bound when first asked for, and its call words.
+    def bound(
+        self, where: str, kind: str, algorithm: Plan | str, x: torch.Tensor, op: str = "", root: int = 0
+    ) -> PlannedCollective:
+        """A plan, bound when first asked for. `op` is empty where nothing is reduced.
 
-        `out` is None where there is no output, `op` empty where nothing is reduced. ConfigError if the plan is wrong,
-        isn't one of this collective among these ranks, or isn't meant to run in place, or out of place, as wanted.
+        ConfigError if the plan is wrong or isn't one of this collective among these ranks.
         """
         key = (kind, x.shape, x.dtype, op, root, algorithm)
-        planned = self._binder.cached(key, lambda: self._bind(where, kind, algorithm, x, op, root))
-        source, num_input = x.data_ptr(), x.nbytes
-        to, num_output = (0, 0) if out is None else (out.data_ptr(), out.nbytes)
-        planned.check_placement(where, source, num_input, to, num_output)
-        return planned.operation, (source, to, num_input, num_output > STREAMING_BYTES)
+        return self._binder.cached(key, lambda: self._bind(where, kind, algorithm, x, op, root))
 
     def _bind(
         self, where: str, kind: str, algorithm: Plan | str, x: torch.Tensor, op: str, root: int
