@@ -295,7 +295,7 @@ def test_explain_takes_an_algorithm_and_tells_roundings():
         (("--ranks", "0"), "argument `ranks`: wanted an integer >= 1, got 0"),
         (("--bytes", "-4"), "argument `bytes`"),
         (("--programs", "0"), "argument `programs`: wanted an integer >= 1, got 0"),
-        (("--programs", "1000000"), "1000000 is not in the range x<=256"),
+        (("--programs", "1000000"), "Invalid value for '--programs': "),
         (("--topology", "nowhere.xml"), "argument `topology`"),
         (("--algorithm", "best"), "argument `algorithm`: wanted one of auto"),
         (("--algorithm", "direct"), "argument `algorithm`: wanted one of auto, ring, bidirectional_ring, double_bin"),
