@@ -13,7 +13,7 @@ from epcomm.simulation.costs import BYTES_PER_MICROSECOND
 from epcomm.simulation.network import NO_LINK, Network
 
 #: More pairs of ranks are not looked at.
-_MOST_PAIRS = 10_000_000
+_MOST_PAIRS = 1_000_000
 
 
 @dataclass(frozen=True)
