@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from collective_cases import MOVED, REDUCTIONS
-from execution_checks import check_plan, check_plans
+from execution_checks import check_plan, check_plans, check_random_plans
 from failure_cases import raised_by, works
 
 import epcomm
@@ -22,6 +22,7 @@ from epcomm.collectives.plan.lower import prove
 from epcomm.collectives.plan.msccl import from_msccl
 from epcomm.testing.adversary import delay_operations
 from epcomm.testing.ranks import run_ranks
+from examples import plans
 
 SMALL = [(0, torch.int64), (1, torch.float32), (37, torch.int64), (1501, torch.float16)]
 MSCCL = sorted((Path(__file__).parent / "data" / "msccl").glob("*.xml"))
@@ -99,6 +100,27 @@ def test_plans_that_others_wrote(path: Path) -> None:
             )  # fmt: skip
 
     on_ranks(plan.num_ranks, body, ranks="threads", num_threads=1)
+
+
+@pytest.mark.parametrize("world, num_threads, seed", [
+    (2, 2, 0), (3, 1, 10), (4, 3, 20),
+    *(pytest.param(world, 1 + world % 3, 100 * world, marks=pytest.mark.slow) for world in range(1, 7)),
+])  # fmt: skip
+def test_programs_made_at_random(world: int, num_threads: int, seed: int) -> None:
+    """Of the language, by any trees, on any channels."""
+    num_seeds = 3 if seed < 100 else 30
+    on_ranks(world, check_random_plans, range(seed, seed + num_seeds), ranks="threads", num_threads=num_threads)
+
+
+def test_examples_of_the_language() -> None:
+    """What `examples/plans.py` runs on arrays, on ranks."""
+
+    def body(comm: epcomm.Communicator) -> None:
+        for plan in (plans.ring_allreduce(4), plans.hierarchical_allreduce(2, 2), plans.all_pairs_alltoall(4)):
+            for num_items, dtype in SMALL:
+                check_plan(comm, plan, plan.collective.kind, num_items, dtype, in_place=plan.in_place)
+
+    on_ranks(4, body, ranks="threads", num_threads=2)
 
 
 def sums(comm: epcomm.Communicator) -> list[bytes]:
