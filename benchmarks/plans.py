@@ -31,6 +31,7 @@ from benchmarks.reporting import RESULTS, integers, words
 from benchmarks.timing import WHOLE, Contestant, Step, interleave, statistics
 from benchmarks.world import run_world
 from epcomm.collectives.algorithms import ALGORITHMS
+from epcomm.collectives.plan import Plan
 from epcomm.collectives.planned import named_plan
 from epcomm.kernels.protocol.lines import PROTOCOLS, SIMPLE
 
@@ -41,16 +42,20 @@ _SIZES = "1024,65536,1048576,4194304,16777216,67108864"
 _MAX_ROUNDS = 300
 
 
+def measured_plan(name: str, num_ranks: int, num_bytes: int, num_channels: int) -> Plan:
+    """An algorithm's plan as its name makes it; where that means a kernel, the plainest."""
+    if name in _KERNELS:
+        return ALGORITHMS[name].plan("allreduce", num_ranks)
+    return named_plan(name, "allreduce", num_ranks, 0, num_bytes, num_channels)
+
+
 def _contestants(world: Any, message: Message, plans: Sequence[str], protocols: Sequence[str]) -> list[Contestant]:
     comm, num_bytes = world.epcomm, message.x.nbytes
     algorithms: dict[str, Any] = {
         f"kernel {name}": name for name in _KERNELS if name != "one_shot" or num_bytes <= _ONE_SHOT_LIMIT
     }
-    for name, way in itertools.product(plans, protocols):  # as by name, but for names that are kernels'
-        if name in _KERNELS:
-            plan = ALGORITHMS[name].plan("allreduce", comm.size)
-        else:
-            plan = named_plan(name, "allreduce", comm.size, 0, num_bytes, comm._binder.num_channels)
+    for name, way in itertools.product(plans, protocols):
+        plan = measured_plan(name, comm.size, num_bytes, comm._binder.num_channels)
         algorithms[f"plan {name}" + f" {way}" * (way != SIMPLE)] = replace(plan, protocol=way)
     found = []
     for name, algorithm in algorithms.items():

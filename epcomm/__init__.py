@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import Any
 
@@ -37,7 +38,8 @@ def __getattr__(name: str) -> Any:
     elif name in _ON_DEFAULT_COMMUNICATOR:
         value = _on_default_communicator(name)
     else:
-        raise AttributeError(f"module 'epcomm' has no attribute {name!r}")
+        # with these Python asks whether `epcomm.all_reduce` means `allreduce`
+        raise AttributeError(f"module 'epcomm' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
     globals()[name] = value
     return value
 

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from epcomm.errors import TimeoutError
 from epcomm.hub import Hub
 from epcomm.links import Links
-from epcomm.rendezvous import LaunchedRank, Rendezvous, host_identity
+from epcomm.rendezvous import LaunchedRank, StoreRendezvous, host_identity
 from epcomm.tcp import Endpoint, Listener, dial, local_addresses
 from epcomm.wide_hub import WideHub, number_nodes
 
@@ -29,7 +29,7 @@ _POLL_SECONDS = 0.02
 _HUB, _LINK = 1, 2  # what a TCP connection is for
 
 
-def connect(rendezvous: Rendezvous | LaunchedRank, timeout: float) -> Hub:
+def connect(rendezvous: StoreRendezvous | LaunchedRank, timeout: float) -> Hub:
     """Meets the other ranks and returns the hub connection."""
     rank, size = rendezvous.rank, rendezvous.size
     deadline = time.monotonic() + timeout
@@ -57,7 +57,7 @@ def connect(rendezvous: Rendezvous | LaunchedRank, timeout: float) -> Hub:
             tcp.close()
             raise
         between = Hub(rank, leaders, tcp.between) if rank in leaders else None
-        return WideHub(rank, nodes, connections, between, Links(tcp.up, tcp.down), tcp.addresses(rank, nodes, leaders))
+        return WideHub(rank, nodes, connections, between, Links(tcp.up, tcp.down), tcp.addresses(rank, nodes))
 
 
 @dataclass
@@ -168,7 +168,7 @@ class _Tcp:
         for connection in (*self.between.values(), *self.up.values(), *self.down.values()):
             connection.close()
 
-    def addresses(self, rank: int, nodes: Sequence[int], leaders: Sequence[int]) -> list[str]:
+    def addresses(self, rank: int, nodes: Sequence[int]) -> list[str]:
         """By rank, the address of its host; of this one the address that others see."""
         by_node = {nodes[leader]: link.getpeername()[0] for leader, link in self.up.items()}
         by_node[nodes[rank]] = next(iter(self.up.values())).getsockname()[0]

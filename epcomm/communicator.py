@@ -10,6 +10,7 @@ import torch
 
 from epcomm.agreement import check_topology
 from epcomm.collectives.bind import Binder
+from epcomm.collectives.checks import check_timeout
 from epcomm.collectives.methods import Collectives
 from epcomm.collectives.movement import Movement
 from epcomm.collectives.ops import Reductions
@@ -88,8 +89,10 @@ class Communicator(Collectives):
     def reset(self, timeout: float | None = None) -> None:
         """Collective: makes a failed communicator usable again, once every rank has left its failed operation.
 
-        Handles stay; routings and results from before raise `ClosedError`. Works from before are complete.
+        Handles stay; routings and results from before raise `ClosedError`. Works from before are complete. `timeout`:
+        seconds, for this call.
         """
+        check_timeout(f"rank {self.rank}: reset", timeout)
         self._fifo.drain()
         self._point_to_point.drain()
         self._runtime.reset(timeout)

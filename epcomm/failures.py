@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from epcomm.device import control
-from epcomm.errors import CapacityError, ConfigError, EpcommError, TimeoutError
+from epcomm.errors import CapacityError, ConfigError, EpcommError, MismatchError, TimeoutError
 from epcomm.kernels.protocol.sites import describe_site
 
 
@@ -26,3 +27,27 @@ def error_found(status: int, where: str, context: Any) -> EpcommError:
         return ConfigError(f"{where}: an earlier route found: {index}")
     seconds = int(context[control.TIMEOUT_NS]) / 1e9
     return TimeoutError(f"{where}: waited {seconds:g} s for {awaited(context)}: wanted {wanted:#x}, found {found:#x}")
+
+
+def mismatch_found(where: str, own: str, peer: int, other: str) -> MismatchError:
+    """The exception where a peer is in another operation: what differs, if it is the same one with other arguments."""
+    (own_name, own_arguments), (other_name, other_arguments) = _name_and_arguments(own), _name_and_arguments(other)
+    pairs = itertools.zip_longest(own_arguments, other_arguments, fillvalue="nothing")
+    differing = ", ".join(f"{mine} and {theirs}" for mine, theirs in pairs if mine != theirs)
+    wanted = "all ranks must call the same operations in the same order"
+    if own_name == other_name and differing:
+        wanted = f"wanted the same arguments on all ranks, got here and there {differing}"
+    return MismatchError(f"{where}: rank {peer} is in {other}; {wanted}")
+
+
+def _name_and_arguments(text: str) -> tuple[str, list[str]]:
+    """Of ``name(a=1, b=(2, 3))`` the name, and ``a=1`` and ``b=(2, 3)``."""
+    name, _, rest = text.partition("(")
+    arguments, depth = [""], 0
+    for letter in rest.removesuffix(")"):
+        depth += (letter in "([") - (letter in ")]")
+        if letter == "," and depth == 0:
+            arguments.append("")
+        else:
+            arguments[-1] += letter
+    return name, [argument.strip() for argument in arguments]

@@ -41,7 +41,7 @@ def init(
     """Collective: makes a communicator and, if there is none yet, the default one.
 
     Args:
-        group: a `torch.distributed.ProcessGroup`; used once, to exchange addresses.
+        group: a `torch.distributed.ProcessGroup`; its store is used once, to exchange addresses.
         store, rank, world_size: a `torch.distributed` store, this rank and the number of ranks.
             Without group and store: `epcomm.launch`, else the default group, else torchrun's environment, else a
             world of one rank.
@@ -52,10 +52,12 @@ def init(
             on one host), "nvshmem" or "gin" (NCCL's GPU-initiated networking), or "auto": the first of these that no
             rank refuses. With the last two each rank is a process, and results on symmetric memory end with the
             communicator.
-        num_threads: programs per operation on each rank, the least that any rank asks for; default: cores / ranks.
-        sm_budget: on CUDA what `num_threads` is on a cpu: how many of the GPU's multiprocessors an operation may keep
-            busy; default: see `kernels.gpu.cuda.default_sm_budget`. 0, which all ranks must agree on, moves data with
-            the GPUs' copy engines; a kernel of one program is left for the barriers, and for what computes.
+        num_threads: programs per operation on each rank, the least that any rank asks for; default: cores / ranks. On
+            CUDA it has no effect.
+        sm_budget: on CUDA what `num_threads` is on a cpu, where it has no effect: how many of the GPU's multiprocessors
+            an operation may keep busy; default: see `kernels.gpu.cuda.default_sm_budget`. 0, which all ranks must agree
+            on, moves data with the GPUs' copy engines; a kernel of one program is left for the barriers, and for what
+            computes.
         topology: the machine that the ranks are on, the same on all ranks: one of `epcomm.topology.PRESETS`, or read by
             `from_nccl_xml`. Its ranks are ours in this order; those of one machine of it are on one host. By it "auto"
             chooses how to allreduce. None: what is known of this one, see `Communicator.topology`.
@@ -64,14 +66,14 @@ def init(
     Raises ConfigError for a wrong argument, UnsupportedError if `device` or, on all ranks and with the reasons, no
     transport can be used, TimeoutError if not all ranks came in time.
     """
-    target = _target(torch.device("cpu" if device is None else device), transport, sm_budget)
-    if not 0 < timeout <= LONGEST_TIMEOUT:
-        raise ConfigError(f"init: argument `timeout`: wanted seconds > 0 and <= {LONGEST_TIMEOUT:g}, got {timeout}")
+    if not (isinstance(timeout, (int, float)) and 0 < timeout <= LONGEST_TIMEOUT):
+        raise ConfigError(f"init: argument `timeout`: wanted seconds > 0 and <= {LONGEST_TIMEOUT:g}, got {timeout!r}")
     for name, number, least in (("num_threads", num_threads, 1), ("sm_budget", sm_budget, 0)):
-        if number is not None and number < least:
-            raise ConfigError(f"init: argument `{name}`: wanted at least {least}, got {number}")
+        if number is not None and not (isinstance(number, int) and number >= least):
+            raise ConfigError(f"init: argument `{name}`: wanted an integer of at least {least}, got {number!r}")
+    target = _target(_device(device), transport, sm_budget)
     machine = "none" if topology is None else _named(topology)
-    hub = bootstrap.connect(rendezvous.find_rendezvous(group, store, rank, world_size), timeout)
+    hub = bootstrap.connect(rendezvous.find_rendezvous(group, store, rank, world_size, timeout), timeout)
     try:
         wanted = num_threads if target.runs_on_threads else sm_budget
         wanted = wanted or target.default_num_programs(hub.size)
@@ -104,6 +106,13 @@ def default_communicator() -> Communicator:
     if communicator is None:
         raise ClosedError("there is no communicator: call epcomm.init() first")
     return communicator
+
+
+def _device(device: Any) -> torch.device:
+    try:
+        return torch.device("cpu" if device is None else device)
+    except (RuntimeError, TypeError) as error:  # torch's text says what it knows
+        raise ConfigError(f"init: argument `device`: wanted a torch device, got {device!r}: {error}") from None
 
 
 def _target(device: torch.device, transport: str, sm_budget: int | None) -> Target:

@@ -43,8 +43,10 @@ def launch(fn: Callable[..., Any], num_ranks: int, *args: Any, ranks: str = "pro
     Raises the exception of the first rank that failed; the others are failed or stopped first. A rank whose process
     was killed counts as failed with `PeerLostError`.
     """
-    if num_ranks < 1:
-        raise ConfigError(f"launch: argument `num_ranks`: wanted at least 1, got {num_ranks}")
+    if not callable(fn):
+        raise ConfigError(f"launch: argument `fn`: wanted a function, got {fn!r}")
+    if not isinstance(num_ranks, int) or num_ranks < 1:
+        raise ConfigError(f"launch: argument `num_ranks`: wanted an integer of at least 1, got {num_ranks!r}")
     if ranks == "threads":
         return _launch_threads(fn, num_ranks, args)
     if ranks == "processes":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -31,16 +32,17 @@ def make(
     ranks_per_node: int | None = typer.Option(None, help="for hierarchical and two_level"),
     fifo_depth: int = typer.Option(FIFO_DEPTH, help="messages between two ranks on a channel"),
     protocol: str = typer.Option(SIMPLE, help=" | ".join(PROTOCOLS)),
+    wide_sums: bool = typer.Option(False, "--wide-sums", help="partial sums of 16-bit floats are float32"),
     out: Path | None = _OUT,
 ) -> None:
     """Makes a plan by an algorithm."""
     try:
         if algorithm not in ALGORITHMS:
             raise ConfigError(f"algorithm: wanted one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
-        options = {} if ranks_per_node is None else {"ranks_per_node": ranks_per_node}
+        options: dict[str, Any] = {} if ranks_per_node is None else {"ranks_per_node": ranks_per_node}
         plan = ALGORITHMS[algorithm].plan(
             collective, ranks, root=root, channels=channels, pieces=pieces, fifo_depth=fifo_depth, protocol=protocol,
-            **options,
+            wide_sums=wide_sums, **options,
         )  # fmt: skip
         _deliver(plan, out)
     except (OSError, ConfigError) as error:

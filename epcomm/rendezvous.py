@@ -1,6 +1,6 @@
 """Who the ranks of a communicator are: a rendezvous tells a rank its place and spreads one text of each.
 
-That is a torch store, a process group, or what `epcomm.launch` told the rank.
+That is a torch store, which may be a process group's or torchrun's, or what `epcomm.launch` told the rank.
 """
 
 from __future__ import annotations
@@ -11,25 +11,14 @@ import socket
 import uuid
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
-from epcomm.errors import ConfigError, PeerFailedError, TimeoutError
-
-
-class Rendezvous(Protocol):
-    """What a bootstrap needs from outside: who I am, one all-gather of a text, and hosts that all ranks can reach."""
-
-    rank: int
-    size: int
-
-    def allgather(self, text: str, timeout: float) -> list[str]: ...
-
-    def store_hosts(self) -> list[str]: ...
+from epcomm.errors import ConfigError, PeerFailedError, TimeoutError, UnsupportedError
 
 
 @dataclass
 class StoreRendezvous:
-    """Ranks that share a `torch.distributed` store."""
+    """Ranks that share a `torch.distributed` store: one all-gather of a text, and hosts that all of them can reach."""
 
     store: Any
     rank: int
@@ -51,36 +40,11 @@ class StoreRendezvous:
         return [self.store.get(name).decode() for name in names]
 
     def store_hosts(self) -> list[str]:
-        return _store_hosts(self.store)
-
-
-@dataclass
-class GroupRendezvous:
-    """The ranks of a `torch.distributed` process group."""
-
-    group: Any
-    rank: int = field(init=False)
-    size: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        import torch.distributed as dist
-
-        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        if self.rank < 0:
-            raise ConfigError("init: argument `group`: this process is not a member of the group")
-
-    def allgather(self, text: str, timeout: float) -> list[str]:
-        import torch.distributed as dist
-
-        texts: list[Any] = [None] * self.size
-        dist.all_gather_object(texts, text, group=self.group)
-        return texts
-
-    def store_hosts(self) -> list[str]:
-        import torch.distributed as dist
-
-        group: Any = dist.group.WORLD if self.group is None else self.group
-        return _store_hosts(group.get_group_store()) if hasattr(group, "get_group_store") else []
+        """The host of a `TCPStore`, which may be wrapped; none of other stores."""
+        store = self.store
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        return [store.host] if hasattr(store, "host") else []
 
 
 @dataclass
@@ -109,38 +73,72 @@ class LaunchedRank:
 launched_rank: contextvars.ContextVar[LaunchedRank | None] = contextvars.ContextVar("epcomm_rank", default=None)
 
 
-def find_rendezvous(group: Any, store: Any, rank: int | None, world_size: int | None) -> Rendezvous | LaunchedRank:
+def find_rendezvous(
+    group: Any, store: Any, rank: int | None, world_size: int | None, timeout: float
+) -> StoreRendezvous | LaunchedRank:
     """The first that applies: a group, a store, `epcomm.launch`, the default group, torchrun's environment, alone."""
+    import torch.distributed as dist
+
     if group is not None and store is not None:
         raise ConfigError("init: arguments `group` and `store` exclude each other")
     if group is not None:
-        return GroupRendezvous(group)
+        return _of_group(group)
     if store is not None:
         if rank is None or world_size is None:
             raise ConfigError("init: argument `store` needs `rank` and `world_size` as well")
-        if not 0 <= rank < world_size:
-            raise ConfigError(f"init: argument `rank`: wanted 0 <= rank < world_size={world_size}, got {rank}")
+        if not isinstance(store, dist.Store):
+            raise ConfigError(f"init: argument `store`: wanted a torch.distributed store, got {store!r}")
+        if not (isinstance(rank, int) and isinstance(world_size, int) and 0 <= rank < world_size):
+            wanted = f"wanted 0 <= rank < world_size={world_size!r}"
+            raise ConfigError(f"init: argument `rank`: {wanted}, got {rank!r}")
         return StoreRendezvous(store, rank, world_size)
     if rank is not None or world_size is not None:
         raise ConfigError("init: arguments `rank` and `world_size` need `store` as well")
     launched = launched_rank.get()
     if launched is not None:
         return launched
-    import torch.distributed as dist
-
     if dist.is_available() and dist.is_initialized():
-        return GroupRendezvous(None)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ:
-        env_store, env_rank, env_size = next(dist.rendezvous("env://"))
-        return StoreRendezvous(env_store, env_rank, env_size)
+        return _of_group(dist.group.WORLD)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if "MASTER_ADDR" in os.environ:
+            return _of_environment(timeout)
+        if os.environ["WORLD_SIZE"] != "1":  # not alone: that would give wrong results in silence
+            got = f"RANK={os.environ['RANK']} and WORLD_SIZE={os.environ['WORLD_SIZE']}"
+            raise ConfigError(
+                f"init: the environment has {got}, but no MASTER_ADDR and MASTER_PORT to meet at, as torchrun sets them"
+            )
     return LaunchedRank(0, 1, f"epcomm-{uuid.uuid4().hex}")
 
 
-def _store_hosts(store: Any) -> list[str]:
-    """The host of a `TCPStore`, which may be wrapped; none of other stores."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return [store.host] if hasattr(store, "host") else []
+def _of_group(group: Any) -> StoreRendezvous:
+    """By the group's store: it has our deadline, and serves whatever the group's back end takes tensors on."""
+    import torch.distributed as dist
+
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ConfigError("init: argument `group`: this process is not a member of the group")
+    if not isinstance(group, dist.ProcessGroup):
+        raise ConfigError(f"init: argument `group`: wanted a torch.distributed.ProcessGroup, got {group!r}")
+    store = group.get_group_store()
+    if store is None:
+        raise UnsupportedError("init: argument `group`: it has no store; pass `store`, `rank` and `world_size` instead")
+    return StoreRendezvous(store, group.rank(), group.size())
+
+
+def _of_environment(timeout: float) -> StoreRendezvous:
+    """By what torchrun sets: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT."""
+    import torch.distributed as dist
+
+    try:
+        store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
+    except ValueError as error:
+        raise ConfigError(f"init: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of the environment: {error}") from None
+    except dist.DistError as error:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise TimeoutError(
+            f"rank {os.environ['RANK']}: init waited up to {timeout:g} s for the others at MASTER_ADDR:MASTER_PORT, "
+            f"{where}: {error}"
+        ) from None
+    return StoreRendezvous(store, rank, size)
 
 
 def host_identity() -> str:

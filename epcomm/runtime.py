@@ -21,11 +21,10 @@ from epcomm.errors import (
     ClosedError,
     ConfigError,
     EpcommError,
-    MismatchError,
     PeerFailedError,
     TimeoutError,
 )
-from epcomm.failures import awaited, error_found
+from epcomm.failures import awaited, error_found, mismatch_found
 from epcomm.heap.cpu import SymmetricSegment
 from epcomm.host_transport import connect_proxy
 from epcomm.hub import Hub
@@ -221,8 +220,7 @@ class Runtime:
         peer = int(context.words[control.FAILED_PEER])
         if status == control.MISMATCH:
             other = self._abort.peer_text(peer, int(context.words[control.FAILED_FOUND])) or "another operation"
-            message = f"{where}: rank {peer} is in {other}; all ranks must call the same operations in the same order"
-            return self.fail(MismatchError(message), control.PEER_MISMATCH)
+            return self.fail(mismatch_found(where, text, peer, other), control.PEER_MISMATCH)
         if status == control.INTERRUPTED:
             self.fail(PeerFailedError(f"{where}: interrupted while it waited for {awaited(context.words)}"))
             return KeyboardInterrupt()

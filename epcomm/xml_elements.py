@@ -50,9 +50,9 @@ class Element:
         except ValueError:
             self.wrong(f"{name}: wanted an integer, got {text!r}")
 
-    def number(self, name: str, default: float | None = None) -> float:
+    def number(self, name: str) -> float:
         """An attribute that begins with a number; what follows after a space is its unit."""
-        text = self.text(name, None if default is None else str(default))
+        text = self.text(name)
         try:
             return float(text.split()[0])
         except (ValueError, IndexError):

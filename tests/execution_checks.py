@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
 from collective_cases import FORMS, addend, payload, reduced, same_bits
+from plan_programs import random_plan
 
 import epcomm
 from epcomm.collectives import planned
 from epcomm.collectives.algorithms import ALGORITHMS
-from epcomm.collectives.plan import Plan
+from epcomm.collectives.plan import COLLECTIVES, Plan
 from epcomm.collectives.plan.conditions import REDUCTIONS
 from epcomm.collectives.plan.lower import lower
 from epcomm.errors import ConfigError
 from epcomm.kernels.protocol import plans as table
+from epcomm.kernels.protocol.lines import PROTOCOLS
 
 CALLS = 3  # of each plan, each on new data
 #: what is not for any number of ranks
@@ -67,10 +71,11 @@ def _run(comm: epcomm.Communicator, plan: Plan | str, kind: str, x: torch.Tensor
 
 
 def check_plan(comm: epcomm.Communicator, plan: Plan | str, kind: str, num_items: int, dtype: torch.dtype,
-               op: str = "sum", root: int = 0, in_place: bool = True, out_of_place: bool = True) -> None:  # fmt: skip
+               op: str = "sum", root: int = 0, in_place: bool = True, out_of_place: bool = True,
+               addend: Callable[..., torch.Tensor] = addend) -> None:  # fmt: skip
     """Runs a plan CALLS times, out of place and in place where it may, on items that tell ranks and calls apart.
 
-    `num_items` are a rank's of a block.
+    `num_items` are a rank's of a block; `addend` makes what is reduced.
     """
     rank, size = comm.rank, comm.size
     shape = (num_items * (size if kind in ("reduce_scatter", "alltoall") else 1),)
@@ -113,6 +118,16 @@ def check_plans(comm: epcomm.Communicator, root: int, channels: int, cases: list
         for num_items, dtype in cases:
             kind, in_place = plan.collective.kind, plan.in_place
             check_plan(comm, plan, kind, num_items, dtype, "sum", root, in_place, plan.out_of_place)
+
+
+def check_random_plans(comm: epcomm.Communicator, seeds: Iterable[int],
+                       cases: Sequence[tuple[int, torch.dtype]] = ((37, torch.int64), (1501, torch.float16)),
+                       ) -> None:  # fmt: skip
+    """Programs of the language made at random, for every collective, each by the protocol of its turn."""
+    for seed, kind in itertools.product(seeds, COLLECTIVES):
+        plan = random_plan(kind, comm.size, seed, PROTOCOLS[seed % len(PROTOCOLS)])
+        for num_items, dtype in cases:
+            check_plan(comm, plan, kind, num_items, dtype, root=plan.collective.root, in_place=plan.in_place)
 
 
 def take_part_in_silence(comm: epcomm.Communicator, plan: Plan) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 import time
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from failure_cases import BIG, SOON, Call, Raised, X, raised_by, works
 
 import epcomm
@@ -172,26 +175,92 @@ def test_inputs_that_require_gradients() -> None:
     run_ranks(body, 2)
 
 
-@pytest.mark.parametrize(
-    "arguments, texts",
-    [
-        ({"device": "cuda"}, ["device", "cuda"]),
-        ({"transport": "nccl"}, ["transport", "nccl"]),
-        ({"timeout": 0.0}, ["timeout", "0"]),
-        ({"num_threads": 0}, ["num_threads", "0"]),
-        ({"rank": 0}, ["store"]),
-        ({"store": object()}, ["rank", "world_size"]),
-        ({"store": object(), "rank": 2, "world_size": 2}, ["rank", "2"]),
-        ({"store": object(), "group": object()}, ["group", "store"]),
-    ],
-)
-def test_bad_arguments_of_init(arguments: dict[str, object], texts: list[str]) -> None:
-    with pytest.raises((ConfigError, UnsupportedError)) as caught:
+def test_timeout_of_reset() -> None:
+    def body() -> None:
+        with epcomm.init(timeout=20.0) as comm:
+            for wanted in ("5", 0, -1.0):
+                comm.abort()
+                with pytest.raises(ConfigError, match=f"rank {comm.rank}: reset: argument `timeout`.*got {wanted!r}"):
+                    comm.reset(wanted)
+                comm.reset(5.0)
+                works(comm)
+
+    run_ranks(body, 2)
+
+
+# ---- init and launch, whose peers are not there yet
+
+STORE = dist.HashStore()
+BAD_INIT: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "store and group": (dict(store=STORE, group=object()), ["`group`", "`store`", "exclude"]),
+    "rank alone": (dict(rank=0), ["`rank`", "`store`"]),
+    "store alone": (dict(store=STORE), ["`store`", "`rank` and `world_size`"]),
+    "no store": (dict(store="tcp://a", rank=0, world_size=2), ["`store`", "'tcp://a'"]),
+    "rank of another world": (dict(store=STORE, rank=2, world_size=2), ["`rank`", "world_size=2", "got 2"]),
+    "rank as text": (dict(store=STORE, rank="0", world_size=2), ["`rank`", "got '0'"]),
+    "group's name": (dict(group="gloo"), ["`group`", "ProcessGroup", "'gloo'"]),
+    "not a member": (dict(group=dist.GroupMember.NON_GROUP_MEMBER), ["`group`", "not a member"]),
+    "device": (dict(device="gpu"), ["`device`", "'gpu'"]),
+    "timeout as text": (dict(timeout="5"), ["`timeout`", "seconds", "'5'"]),
+    "timeout of nothing": (dict(timeout=0), ["`timeout`", "got 0"]),
+    "threads as text": (dict(num_threads="2"), ["`num_threads`", "integer", "'2'"]),
+    "no threads": (dict(num_threads=0), ["`num_threads`", "at least 1", "got 0"]),
+    "part of a thread": (dict(num_threads=1.5), ["`num_threads`", "1.5"]),
+    "transport": (dict(transport="nccl"), ["`transport`", "'tcp'", "'nccl'"]),
+    "topology's name": (dict(topology="dgx_h100"), ["`topology`", "Topology", "'dgx_h100'"]),
+}
+
+
+def test_init_on_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UnsupportedError, match="`device`: got cuda"):
+        epcomm.init(device="cuda")
+
+
+@pytest.mark.parametrize("name", BAD_INIT)
+def test_init_refuses(name: str) -> None:
+    arguments, texts = BAD_INIT[name]
+    with pytest.raises(ConfigError) as raised:
         epcomm.init(**arguments)
-    assert all(text in str(caught.value) for text in texts)
+    assert all(text in str(raised.value) for text in ["init", *texts]), raised.value
 
 
-def test_bad_arguments_of_launch() -> None:
-    for arguments in ({"num_ranks": 0}, {"num_ranks": 1, "ranks": "fibers"}):
-        with pytest.raises(ConfigError, match="launch"):
-            epcomm.launch(works, **arguments)
+def test_environment_that_is_incomplete(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="WORLD_SIZE=2, but no MASTER_ADDR"):
+        epcomm.init()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with pytest.raises(ConfigError, match="MASTER_PORT"):
+        epcomm.init()
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_environment_where_nobody_comes(rank: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    for name, value in dict(RANK=rank, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port).items():
+        monkeypatch.setenv(name, value)
+    began = time.monotonic()
+    with pytest.raises(epcomm.errors.TimeoutError, match=f"rank {rank}: init waited.*MASTER_ADDR:MASTER_PORT.*{port}"):
+        epcomm.init(timeout=1.0)
+    assert time.monotonic() - began < 30.0  # torch would go on for minutes
+
+
+def test_launch_refuses() -> None:
+    for arguments, text in (
+        ((None, 2), "`fn`: wanted a function, got None"),
+        ((print, "2"), "`num_ranks`: wanted an integer of at least 1, got '2'"),
+        ((print, 0), "`num_ranks`: wanted an integer of at least 1, got 0"),
+    ):
+        with pytest.raises(ConfigError, match=f"launch: argument {text}"):
+            epcomm.launch(*arguments)
+    with pytest.raises(ConfigError, match="`ranks`: wanted 'processes' or 'threads', got 'fork'"):
+        epcomm.launch(print, 2, ranks="fork")
+
+
+def test_name_of_another_library() -> None:
+    with pytest.raises(AttributeError) as raised:
+        _ = epcomm.all_reduce
+    assert (raised.value.name, raised.value.obj) == ("all_reduce", epcomm)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from collections import Counter
 from functools import cache
+from statistics import median
 
+import numpy as np
 import pytest
+from matplotlib.image import imread
 from typer.testing import CliRunner
 
-from benchmarks import cost_model, results
+from benchmarks import cost_model, results, simulated_plans
 from benchmarks.published_schedules import SCHEDULES, read_schedule
 from epcomm.cli import app
 from epcomm.collectives.cost.choice import Candidate, Request, candidates, choose
@@ -21,7 +26,7 @@ from epcomm.collectives.plan.conditions import REDUCTIONS, ROOTED
 from epcomm.collectives.plan.verify import verify
 from epcomm.errors import ConfigError, UnsupportedError
 from epcomm.explain.alternatives import ALTERNATIVES
-from epcomm.explain.drawings import check_path
+from epcomm.explain.drawings import check_path, draw_placement, draw_schedule
 from epcomm.explain.explanation import explain
 from epcomm.simulation.events import simulate
 from epcomm.simulation.network import RoutedNetwork
@@ -172,7 +177,10 @@ def test_machines_by_name(tmp_path):
     dump = tmp_path / "machine.xml"
     dump.write_text((cost_model.RESULTS.parents[1] / "tests/data/topology/rccl_topo_4p3l.xml").read_text())
     assert find_machine(str(dump), 4).topology.num_ranks == 4
+    no_text = tmp_path / "no_text.xml"
+    no_text.write_bytes(b"\xff\xfe\x00")
     for name, num_ranks, message in (
+        (str(no_text), 8, "argument `topology`: no_text.xml is no text"),
         ("dgx_h10", 8, "argument `topology`: wanted one of host, ring, .* got 'dgx_h10'"),
         ("dgx_h100", 0, "argument `ranks`: wanted an integer >= 1, got 0"),
         (str(dump), 5, "argument `ranks`: wanted at most 4 on .*, got 5"),
@@ -284,10 +292,22 @@ def test_explain_takes_an_algorithm_and_tells_roundings():
     assert "2. Algorithm: ring" in output and "ring order: 0 " in output and "7 times" in output
     assert "Most of the time is fixed cost" in output
     assert "Bytes dominate" in run("--bytes", str(256 * MIB), "--ranks", "4")
-    assert "nothing to communicate" in run("--ranks", "1")
+    alone = run("--ranks", "1")
+    assert "nothing to communicate" in alone and "busiest links" not in alone
+    # of 4 ranks on cores each moves 6.7 MB far more slowly than links would: not a fixed cost
+    cores = run("--ranks", "4", "--bytes", "6710884", "--topology", "two_socket_host", "--algorithm", "two_shot")
+    assert "Bytes dominate" in cores and "There is room up to the bound" in cores
+    ring = run("--ranks", "5", "--topology", "ring", "--bytes", "65536", "--algorithm", "ring")
+    assert "cut bound: " in ring and "1 channel, in 1 piece" in ring and "inf" not in ring
+    uneven = run("--ranks", "12")
+    assert "no price: it is known among nodes of one size only; these have 4 to 8 ranks" in uneven
     large = run("--ranks", "256", "--bytes", "1048576", "--trace", "unwritten.json")
     assert "plans of more than 32 ranks are not made" in large and "256 ranks in 32 nodes" in large
-    assert "price: " in large and "cut bound: " in large
+    assert "price: " in large and "cut bound: " in large and "of the price: launch " in large
+    assert "node 0, NIC 0, out" in large
+    many = explain(Request(64 * MIB, machine("dgx_h100", 4096)))
+    assert sum(many.shares.values()) == pytest.approx(1) and many.is_mostly_fixed  # a ring of 512 nodes
+    assert 0 < many.busiest_links[0][1] < many.shares["bytes"] and many.bound < 0.1 * many.microseconds
 
 
 @pytest.mark.parametrize(
@@ -296,6 +316,7 @@ def test_explain_takes_an_algorithm_and_tells_roundings():
         (("--ranks", "0"), "argument `ranks`: wanted an integer >= 1, got 0"),
         (("--bytes", "-4"), "argument `bytes`"),
         (("--programs", "0"), "argument `programs`: wanted an integer >= 1, got 0"),
+        (("--programs", "1000000"), "Invalid value for '--programs': "),
         (("--topology", "nowhere.xml"), "argument `topology`"),
         (("--algorithm", "best"), "argument `algorithm`: wanted one of auto"),
         (("--algorithm", "direct"), "argument `algorithm`: wanted one of auto, ring, bidirectional_ring, double_bin"),
@@ -328,6 +349,35 @@ def test_explain_draws(tmp_path, ending):
         assert path.stat().st_size > 5000
 
 
+SUMMING, COPYING, CRITICAL, WAITING = "#2166ac", "#5aae61", "#b2182b", "#888888"
+
+
+def test_what_is_drawn(tmp_path):
+    """A bar per step and an arrow per message, those of the critical path in red; ranks in the order of the ring."""
+    request = Request(65536, machine("dgx1_v100", 8))
+    timeline = explain(request, "ring").timeline
+    schedule, ring, pixels = tmp_path / "schedule.svg", tmp_path / "ring.svg", tmp_path / "schedule.png"
+    draw_schedule(timeline, schedule)
+    draw_schedule(timeline, pixels)
+    draw_placement(request.machine.topology, list(request.world.order), ring)
+    text = schedule.read_text()
+    drawn = Counter(re.findall("(?:fill|stroke): (#[0-9a-f]{6})", text))
+    path = timeline.critical_path
+    steps = {segment.step for segment in path}
+    arrows = {segment.step for segment in path if segment.is_message}
+    others = [step.op for number, (_, step) in enumerate(timeline.graph.plan.steps()) if number not in steps]
+    assert drawn[SUMMING] == sum(op.reduces for op in others) and drawn[CRITICAL] == len(steps) + len(arrows)
+    assert drawn[COPYING] == len(others) - drawn[SUMMING]
+    assert drawn[WAITING] == (timeline.graph.match >= 0).sum() - len(arrows)
+    assert all(f"<!-- rank {rank}, program 0 -->" in text for rank in range(8))
+    labels = re.findall(r"<!-- (\d+|\d+ GB/s) -->", ring.read_text())
+    assert labels == ["50 GB/s"] * 8 + [str(rank) for rank in request.world.order]
+    image = imread(pixels)[..., :3]
+    for colour in (SUMMING, COPYING, CRITICAL):  # bars let a fifth of the white behind them through
+        wanted = 0.8 * np.array([int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]) + 0.2
+        assert (abs(image - wanted).max(axis=2) < 0.02).sum() > 100, colour
+
+
 def test_drawings_without_matplotlib_say_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -358,3 +408,20 @@ def test_the_committed_comparison_is_what_the_command_finds():
                 elif name not in ("fitted", "held_out"):  # which have rows of their own
                     assert value == committed[name]
     assert cost_model.cpu_costs(document) == CPU_COSTS
+
+
+def test_the_committed_simulations_are_what_the_command_finds():
+    """Two of each world's rows, by the committed constants, which fit one algorithm only; and what is said of all."""
+    document = results.load(cost_model.RESULTS / "simulated_plans.json")
+    times = simulated_plans.measured()
+    assert [world["ranks"] for world in document["worlds"]] == [2, 4]
+    for world in document["worlds"]:
+        constants = (world["launch_us"], world["message_us"], world["channel_gb_per_s"])
+        assert {(row["name"], row["bytes"]) for row in world["rows"]} == set(times[world["ranks"]])
+        for row in world["rows"][6:18:5]:
+            assert row["measured_us"] == pytest.approx(times[world["ranks"]][row["name"], row["bytes"]], abs=1e-3)
+            found = simulated_plans.simulated(row["name"], world["ranks"], row["bytes"], constants)
+            assert found == pytest.approx(row["simulated_us"], rel=0.01)
+        others = [max(row["ratio"], 1 / row["ratio"]) for row in world["rows"] if not row["fitted"]]
+        assert world["median_factor"] == pytest.approx(median(others), abs=1e-3) and world["median_factor"] < 1.3
+        assert {row["name"] for row in world["rows"] if row["fitted"]} == {"ring"} and len(others) == 30

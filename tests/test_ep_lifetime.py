@@ -119,6 +119,9 @@ def run_after_close(case: Case) -> None:
         received = ep.dispatch(x, routing)
         ep.close()
         ep.close()
+        assert f"num_experts={case.num_experts}" in repr(ep) and repr(ep).endswith(", closed>")
+        assert f"of {len(x)} tokens of rank {comm.rank}" in repr(routing)
+        assert f"rank {comm.rank}, {case.layout}: {x.dtype} {tuple(received.x.shape)}" in repr(received)
         index = step.exchange.indices[comm.rank]
         calls = [(ep.route, index), (ep.dispatch, x, routing), (ep.combine, y, received), (ep.combine, y, routing)]
         check_closed(*calls)

@@ -64,6 +64,13 @@ def test_notebook():
     assert "rank 1 has a problem" in printed and "barrier()" in printed and "allreduce(" in printed
 
 
+@pytest.mark.slow
+def test_transformers():
+    pytest.importorskip("transformers")
+    lines = run("examples/transformers_generate.py").splitlines()
+    assert [line.split(":")[0] for line in lines] == ["rank 0", "rank 1"]
+
+
 def test_info():
     assert "epcomm" in run("-m", "epcomm.cli", "info")
 

@@ -173,7 +173,7 @@ def test_all_ranks_must_copy() -> None:
 
 
 def test_negative_budget() -> None:
-    with pytest.raises(ConfigError, match="`sm_budget`: wanted at least 0, got -1"):
+    with pytest.raises(ConfigError, match="`sm_budget`: wanted an integer of at least 0, got -1"):
         epcomm.init(sm_budget=-1)
 
 

@@ -147,6 +147,8 @@ def run_plans(comm: epcomm.Communicator) -> None:
         check(comm, kind, comm.allreduce(torch.arange(PIECES // 2)), torch.arange(PIECES // 2) * size)
     check_plan(comm, "double_binary_tree", "broadcast", 33, torch.int64, root=size - 1)
     check_plan(comm, "one_shot", "reduce", 0, torch.float32, "avg", root=1)
+    wide = ALGORITHMS["ring"].plan("allreduce", size, fifo_depth=2, wide_sums=True)
+    check_plan(comm, wide, "allreduce", 401, torch.bfloat16)
 
 
 @in_worlds("1+2")

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from collective_cases import REDUCTIONS
-from execution_checks import check_plan, check_plans, take_part_in_silence
+from execution_checks import check_plan, check_plans, check_random_plans, take_part_in_silence
 from failure_cases import Raised, raised_by
 
 import epcomm
 from epcomm.collectives.algorithms import ALGORITHMS
+from epcomm.collectives.plan.msccl import from_msccl
 from epcomm.errors import MismatchError
 from epcomm.kernels.protocol import lines
 from epcomm.testing.interpreter import kernels_of
 from epcomm.testing.ranks import run_ranks
+
+MSCCL = Path(__file__).parent / "data" / "msccl"
 
 
 def on_ranks(kind: str, world: int, body: Callable[..., Any], *args: Any) -> None:
@@ -50,6 +54,40 @@ MORE_WORLDS = [pytest.param("triton", 2, lines.LL, marks=pytest.mark.slow),
 @pytest.mark.parametrize("kind, world, way", [*WORLDS, *MORE_WORLDS])
 def test_some_algorithms(kind: str, world: int, way: str) -> None:
     on_ranks(kind, world, check_some, way)
+
+
+def run_msccl(name: str, num_items: int) -> None:
+    """A plan that others wrote."""
+    plan = from_msccl((MSCCL / f"{name}.xml").read_text(), name)
+    collective = plan.collective
+
+    def body(comm: epcomm.Communicator) -> None:
+        assert num_items % (collective.num_chunks * plan.num_ranks) == 0
+        check_plan(
+            comm, plan, collective.kind, num_items, torch.int32, in_place=plan.in_place, out_of_place=plan.out_of_place
+        )
+
+    on_ranks("mixed", plan.num_ranks, body)
+
+
+def test_a_plan_that_others_wrote() -> None:
+    run_msccl("azure_ncv4_allgather_hier_ll", 16)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["azure_ncv4_allreduce_tree_ll", "azure_ndv4_alltoall_ll", "rccl_alltoall_8_small"])
+def test_plans_that_others_wrote(name: str) -> None:
+    run_msccl(name, 16 * 24)
+
+
+@pytest.mark.parametrize("kind, world, seeds", [
+    ("mixed", 2, range(2)),
+    *(pytest.param(kind, world, range(3), marks=[pytest.mark.slow, pytest.mark.timeout(300)])
+      for kind, world in (("triton", 2), ("mixed", 3), ("mixed", 4))),
+])  # fmt: skip
+def test_programs_made_at_random(kind: str, world: int, seeds: range) -> None:
+    on_ranks(kind, world, check_random_plans, seeds, [(37, torch.int64)])
 
 
 def check_many_tiles(comm: epcomm.Communicator, way: str) -> None:

@@ -30,7 +30,7 @@ from epcomm.errors import TimeoutError as EpcommTimeoutError
 from epcomm.kernels import target
 from epcomm.kernels.cpu.target import CpuTarget
 from epcomm.proxy import NoProxy
-from epcomm.rendezvous import GroupRendezvous, StoreRendezvous
+from epcomm.rendezvous import StoreRendezvous, find_rendezvous
 from epcomm.runtime import Runtime
 from epcomm.testing import namespaces
 from epcomm.testing.hosts import pretend_hosts
@@ -122,7 +122,8 @@ def test_process_group_and_torchrun(port: int) -> None:
         rank = own_rank()
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
-        assert GroupRendezvous(None).store_hosts() == ["127.0.0.1"] == StoreRendezvous(store, 0, 1).store_hosts()
+        of_group = find_rendezvous(dist.group.WORLD, None, None, None, 20.0)
+        assert of_group.store_hosts() == ["127.0.0.1"] == StoreRendezvous(store, 0, 1).store_hosts()
         with pretend_hosts(hosts):
             comm = epcomm.init(dist.group.WORLD, timeout=20.0)
         dist.destroy_process_group()

@@ -15,8 +15,8 @@ from epcomm.errors import MismatchError
 from epcomm.testing.ranks import run_ranks
 
 MISMATCHES: dict[str, tuple[Call, Call, list[str]]] = {
-    "operation": (lambda c: c.allreduce(X), lambda c: c.barrier(), ["allreduce(", "barrier()"]),
-    "shape": (lambda c: c.allreduce(X), lambda c: c.allreduce(X[:3]), ["(4,)", "(3,)"]),
+    "operation": (lambda c: c.allreduce(X), lambda c: c.barrier(), ["allreduce(", "barrier()", "the same order"]),
+    "shape": (lambda c: c.allreduce(X), lambda c: c.allreduce(X[:3]), ["(4,)", "(3,)", "same arguments"]),
     "number of bytes": (lambda c: c.allreduce(X), lambda c: c.allreduce(BIG), ["(4,)", "(50000,)"]),
     "dtype": (lambda c: c.allreduce(X), lambda c: c.allreduce(X.int()), ["float32", "int32"]),
     "op": (lambda c: c.allreduce(BIG), lambda c: c.allreduce(BIG, "max"), ["op=sum", "op=max"]),
@@ -65,6 +65,27 @@ def test_mismatched_calls(ranks: str) -> None:
         assert all(text in each.text for text in texts for each in raised), (name, raised)
         assert all("rank 1" in each.text for each in raised), (name, raised)
         assert all(each.when < max(entered) + SOON / 2 for each in raised), (name, entered, raised)
+
+
+def test_text_of_a_mismatch_names_the_arguments() -> None:
+    """Of a call with many: not for the reader to compare."""
+    sizes = dict(num_experts=6, topk=2, hidden=16, max_tokens=8)
+
+    def body() -> list[str]:
+        with epcomm.init(timeout=20.0) as comm:
+            found = []
+            for other in (dict(hidden=32), dict(placement=[1, 0, 0, 1, 1, 0]), dict(mode="latency")):
+                found.append(raised_by(comm.expert_parallel, **{**sizes, **(other if comm.rank else {})}).text)
+                comm.reset()
+            return found
+
+    for here, there, texts in zip((16, 32), (32, 16), run_ranks(body, 2)):
+        hidden, placement, mode = (text.rpartition("; ")[2] for text in texts)
+        # the second to find it may quote the first
+        pairs = [f"got here and there hidden={a} and hidden={b}" for a, b in ((here, there), (there, here))]
+        assert any(hidden.endswith(pair) for pair in pairs), hidden
+        assert "nothing" in placement and "placement=(1, 0, 0, 1, 1, 0)" in placement and "hidden" not in placement
+        assert "mode=throughput" in mode and "layout=padded" in mode and "hidden" not in mode
 
 
 def test_calls_in_another_order() -> None:

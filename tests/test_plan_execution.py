@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from collective_cases import MOVED, REDUCTIONS
-from execution_checks import check_plan, check_plans
+from execution_checks import check_plan, check_plans, check_random_plans
 from failure_cases import raised_by, works
 
 import epcomm
@@ -21,6 +22,7 @@ from epcomm.collectives.plan.lower import prove
 from epcomm.collectives.plan.msccl import from_msccl
 from epcomm.testing.adversary import delay_operations
 from epcomm.testing.ranks import run_ranks
+from examples import plans
 
 SMALL = [(0, torch.int64), (1, torch.float32), (37, torch.int64), (1501, torch.float16)]
 MSCCL = sorted((Path(__file__).parent / "data" / "msccl").glob("*.xml"))
@@ -100,17 +102,39 @@ def test_plans_that_others_wrote(path: Path) -> None:
     on_ranks(plan.num_ranks, body, ranks="threads", num_threads=1)
 
 
+@pytest.mark.parametrize("world, num_threads, seed", [
+    (2, 2, 0), (3, 1, 10), (4, 3, 20),
+    *(pytest.param(world, 1 + world % 3, 100 * world, marks=pytest.mark.slow) for world in range(1, 7)),
+])  # fmt: skip
+def test_programs_made_at_random(world: int, num_threads: int, seed: int) -> None:
+    """Of the language, by any trees, on any channels."""
+    num_seeds = 3 if seed < 100 else 30
+    on_ranks(world, check_random_plans, range(seed, seed + num_seeds), ranks="threads", num_threads=num_threads)
+
+
+def test_examples_of_the_language() -> None:
+    """What `examples/plans.py` runs on arrays, on ranks."""
+
+    def body(comm: epcomm.Communicator) -> None:
+        for plan in (plans.ring_allreduce(4), plans.hierarchical_allreduce(2, 2), plans.all_pairs_alltoall(4)):
+            for num_items, dtype in SMALL:
+                check_plan(comm, plan, plan.collective.kind, num_items, dtype, in_place=plan.in_place)
+
+    on_ranks(4, body, ranks="threads", num_threads=2)
+
+
 def sums(comm: epcomm.Communicator) -> list[bytes]:
     """Sums of random floats, checked against a bound for as many roundings as the proof says; the results' bytes."""
     found = []
-    for name in ("ring", "double_binary_tree", "recursive_doubling", "one_shot"):
-        plan = ALGORITHMS[name].plan("allreduce", comm.size)
-        for dtype, unit in ((torch.bfloat16, 2.0**-8), (torch.float32, 2.0**-24)):
+    names = ("ring", "double_binary_tree", "recursive_doubling", "one_shot")
+    for name, wide_sums in itertools.product(names, (False, True)):
+        plan = ALGORITHMS[name].plan("allreduce", comm.size, wide_sums=wide_sums)
+        for dtype, unit in ((torch.bfloat16, 2.0**-8), (torch.float32, 2.0**-24))[: 1 if wide_sums else 2]:
             inputs = [torch.randn(3001, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(comm.size)]
             got = comm.allreduce(inputs[comm.rank], algorithm=plan)
             exact = torch.stack(inputs).double()
             bound = (1.01 * unit * prove(plan).proof.roundings) * exact.abs().sum(0)
-            assert ((got.double() - exact.sum(0)).abs() <= bound).all(), (name, dtype)
+            assert ((got.double() - exact.sum(0)).abs() <= bound).all(), (name, wide_sums, dtype)
             found.append(bytes(got.view(torch.uint8).numpy()))
     return found
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from plan_checks import adversaries, assert_runs_right, inputs_of
+from plan_programs import random_plan
 
 from epcomm.collectives.language import Collective, Trace, chunk
-from epcomm.collectives.plan import Op, Plan
+from epcomm.collectives.plan import COLLECTIVES, Op, Plan
 from epcomm.collectives.plan.reference import execute
 from epcomm.collectives.plan.verify import verify
 from epcomm.errors import ConfigError, PlanError
@@ -136,6 +139,18 @@ def test_misuse_is_told():
         trace.plan(channels=True)
     with pytest.raises(PlanError, match="wanted chunk 0 of the input of every rank"):
         verify(trace.plan())  # a program that isn't what it says is refused by the proof
+
+
+def test_collectives_by_any_trees():
+    """Are proven, and right in adversarial orders. Between them they have all that the compiler makes."""
+    used, num_dependencies = set(), 0
+    for seed, kind in itertools.product(range(20), COLLECTIVES):
+        plan = random_plan(kind, 1 + seed % 6, seed)
+        verify(plan)
+        assert_runs_right(plan)
+        used |= {step.op for _, step in plan.steps()}
+        num_dependencies += sum(len(step.after) for _, step in plan.steps())
+    assert used == set(Op) - {Op.NOP} and num_dependencies > 1000
 
 
 @pytest.mark.parametrize("seed", range(60))

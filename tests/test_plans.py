@@ -39,6 +39,9 @@ MSCCL_FILES = sorted((Path(__file__).parent / "data" / "msccl").glob("*.xml"))
         {"op": Op.COPY, "src": Location("input", -1), "dst": Location("output", 0)},
         {"op": Op.COPY, "src": Location("in", 0), "dst": Location("output", 0)},
         {"op": Op.COPY, "src": Location("input", 0), "dst": Location("output", 0), "count": 0},
+        {"op": Op.COPY, "src": Location("input", 0), "dst": Location("output", 0), "count": 2**62},
+        {"op": Op.COPY, "src": Location("input", 2**63 - 1), "dst": Location("output", 0)},
+        {"op": Op.SEND, "src": Location("input", 0), "send_to": 2**64},
         {"op": Op.NOP, "src": Location("input", 0)},
     ],
 )
@@ -120,6 +123,12 @@ LINES = """\
         ('"op": "recv"', '"op": "recv", "peer": 3', 8, "unknown: peer"),
         ('["output", 0], "from"', '["output"], "from"', 8, "`dst`: wanted pairs"),
         ('["output", 0], "from"', '["result", 0], "from"', 8, "a location is in input, output, scratch"),
+        ('"to": 1', f'"to": {2**70}', 6, "a peer is a rank"),
+        ('"to": 1', f'"to": 1, "count": {2**62}', 6, "needs a count from 1 to"),
+        ('["input", 0], "to"', f'["input", {2**63 - 1}], "to"', 6, "at an offset from 0 to"),
+        ('"scratch_chunks": 0', f'"scratch_chunks": {2**40}', 1, "wanted up to 16777216 chunks on a rank"),
+        ('"channel": 0, "steps": [\n     {"op": "recv"', f'"channel": {2**64}, "steps": [\n     {{"op": "recv"', 7,
+         "a program's channel is an integer from 0 to"),
         ('"after": []', '"after": [[0]]', 8, "`after`: wanted pairs"),
         ('"after": []', '"after": {}', 8, "`after`: wanted a list"),
         ('[{"channel": 0, "steps": [\n     {"op": "recv"', '[{"steps": [\n     {"op": "recv"', 7, "misses channel"),
@@ -197,12 +206,15 @@ XML = """\
         ('<gpu id="1"', '<gpu id="0"', 1, "wanted <gpu> with ids 0 to 1"),
         ('i_chunks="1" o_chunks="1"', 'i_chunks="0" o_chunks="0"', 2, "neither input nor output"),
         ('<tb id="0" send="0"', '<tb id="1" send="0"', 7, "wanted <tb> with ids from 0 on"),
-        ('send="0" recv="-1" chan="0"', 'send="0" recv="-1" chan="-1"', 8, "chan: wanted 0 or more"),
+        ('send="0" recv="-1" chan="0"', 'send="0" recv="-1" chan="-1"', 8, "chan: a program's channel is"),
+        ('send="0" recv="-1" chan="0"', f'send="0" recv="-1" chan="{2**70}"', 8, "chan: a program's channel is"),
+        ('type="s" srcbuf="i" srcoff="0"', f'type="s" srcbuf="i" srcoff="{2**63 - 1}"', 9, "at an offset from 0 to"),
+        ('o_chunks="0" s_chunks="0"', f'o_chunks="0" s_chunks="{2**60}"', 1, "wanted up to 16777216 chunks on a rank"),
         ('type="rrc"', 'type="rrr"', 4, "type: wanted one of nop, s, r"),
         ('type="rrc" srcbuf="i"', 'type="rrc" srcbuf="x"', 4, "srcbuf: wanted one of i, o, s"),
         ('dstbuf="o" dstoff="0" cnt="1" depid="-1" deps="-1" hasdep="0"/>\n    </tb>\n  </gpu>\n  <gpu id="1"',
          'dstbuf="o" dstoff="0" cnt="0" depid="-1" deps="-1" hasdep="0"/>\n    </tb>\n  </gpu>\n  <gpu id="1"',
-         4, "a count of at least 1"),
+         4, "a count from 1 to"),
         ('<step s="0" type="s"', '<step s="1" type="s"', 8, "wanted steps with s from 0 on"),
         ('srcoff="0" dstbuf="o" dstoff="0" cnt="1" depid="-1" deps="-1" hasdep="0"/>\n    </tb>\n  </gpu>\n</algo>',
          'dstbuf="o" dstoff="0" cnt="1" depid="-1" deps="-1" hasdep="0"/>\n    </tb>\n  </gpu>\n</algo>',
@@ -309,6 +321,9 @@ def test_commands(tmp_path):
     assert from_json(json_file.read_text()) == ALGORITHMS["ring"].plan("allreduce", 3, channels=2, protocol="ll128")
     assert command("show", json_file, "--out", xml_file)[0] == 0
     assert verify(from_msccl(xml_file.read_text())).roundings == 2
+    options = ("--ranks", 3, "--wide-sums", "--out", json_file)
+    code, printed = command("make", "ring", "allreduce", *options)
+    assert code == 0 and "rounds once" in printed and from_json(json_file.read_text()).wide_sums
     code, printed = command("show", xml_file)
     assert code == 0 and "recv_reduce_send from 2 to 1" in printed and "protocol ll128" in printed
 

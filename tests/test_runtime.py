@@ -164,6 +164,21 @@ def test_rank_that_does_not_come(store_port: int) -> None:
         assert isinstance(raised.error, EpcommTimeoutError) and "[1] of 3" in raised.text, raised
 
 
+def test_rank_of_a_group_that_does_not_come(store_port: int) -> None:
+    def body() -> Any:
+        rank = not_launched()
+        store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+        try:
+            return None if rank == 1 else raised_by(epcomm.init, dist.group.WORLD, timeout=0.4)
+        finally:
+            dist.destroy_process_group()
+
+    outcomes = run_ranks(body, 3)
+    for raised in (outcomes[0], outcomes[2]):  # within init's timeout, whatever the group's is
+        assert isinstance(raised.error, EpcommTimeoutError) and "[1] of 3" in raised.text, raised
+
+
 # ---- the default communicator
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from epcomm.collectives.cost.world import World
 from epcomm.collectives.language import Trace, chunk
 from epcomm.collectives.plan import COLLECTIVES, Collective, Dependency, Location, Op, Plan, Program, Step
 from epcomm.errors import ConfigError, PlanError
-from epcomm.simulation.bounds import crossing, cut_bound
+from epcomm.simulation.bounds import crossing, cut_bound, halves
 from epcomm.simulation.costs import Costs
 from epcomm.simulation.events import simulate
 from epcomm.simulation.network import Cluster, RoutedNetwork, meeting
@@ -23,6 +24,7 @@ from epcomm.simulation.perfetto import trace_document
 from epcomm.simulation.rounds import Round, Schedule
 from epcomm.simulation.timeline import PARTS, Cause
 from epcomm.topology import PRESETS, Device, Link, Topology
+from epcomm.topology.presets import DGX1_LINKS
 
 ALPHA, RATE = 0.5, 10.0  # µs, GB/s of every link
 COSTS = Costs(launch=3.0, step=0.1)
@@ -143,6 +145,24 @@ def test_channels_keep_their_order_and_dependencies_are_waited_for():
     assert timeline.start.tolist() == pytest.approx([0.0, unit, unit])
     assert timeline.cause[1] == (Cause.AFTER, 0) and timeline.cause[2] == (Cause.PROGRAM, 1)
     assert timeline.makespan == pytest.approx(2 * unit)
+
+
+def test_programs_of_one_thread_take_turns():
+    plan = ALGORITHMS["ring"].plan("allreduce", 3, channels=4)
+    costs = Costs(channel=RATE / 100)  # links take next to no time beside programs
+    alone = simulate(ALGORITHMS["ring"].plan("allreduce", 3), 10**6, mesh(3), costs).makespan
+    times = {workers: simulate(plan, 10**6, mesh(3), costs, num_workers=workers).makespan for workers in (1, 2, 4, 9)}
+    # four programs, each of a quarter of the bytes; in turn they also fill the time in which one would wait
+    assert times[4] == times[9] == simulate(plan, 10**6, mesh(3), costs).makespan < 0.3 * alone
+    assert times[4] < times[2] < times[1] <= alone
+    timeline = simulate(plan, 10**6, mesh(3), costs, num_workers=2)
+    for rank, worker in product(range(3), range(2)):
+        own = np.flatnonzero((timeline.graph.rank == rank) & (timeline.graph.program % 2 == worker))
+        own = own[np.argsort(timeline.start[own])]
+        assert (timeline.complete[own][:-1] <= timeline.start[own][1:]).all()
+    assert sum(timeline.parts.values()) == pytest.approx(timeline.makespan)
+    with pytest.raises(ConfigError, match="num_workers: wanted at least 1, got 0"):
+        simulate(plan, 8, mesh(3), num_workers=0)
 
 
 def test_the_kind_of_link_has_a_least_latency():
@@ -282,11 +302,37 @@ def test_no_plan_beats_the_bound(kind):
     }  # fmt: skip
     units = {"allreduce": 2 * 7 / 8, "broadcast": 1, "reduce": 1, "allgather": 7, "reduce_scatter": 7, "alltoall": 7}
     for net, rate in nets.values():
-        bound = cut_bound(net, Collective(kind, 8, 1), 10**7, [singly])
+        bound = cut_bound(net, Collective(kind, 8, 1), 10**7, [singly, *halves(8)])
         assert rate is None or bound == pytest.approx(units[kind] * 10**7 / rate / 1e3)
         for name, algorithm in ALGORITHMS.items():
             if kind in algorithm.forms:
                 assert simulate(algorithm.plan(kind, 8, channels=2), 10**7, net).makespan > bound, name
+
+
+# Rounds per chunk of a rank's block, or of a pair's in alltoall. The first is the last of SCCL's log of a DGX-1's
+# allgather, 6 chunks in 7 rounds (github.com/microsoft/sccl, SYNTHESIS.md). Half of a ring sends 16 pairs' by 2 links.
+LEAST_ROUNDS = {
+    "dgx1": {"allgather": 7 / 6, "reduce_scatter": 7 / 6, "broadcast": 1 / 6, "reduce": 1 / 6, "alltoall": 8 / 3},
+    "ring": {"allgather": 7 / 2, "reduce_scatter": 7 / 2, "broadcast": 1 / 2, "reduce": 1 / 2, "alltoall": 8},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEAST_ROUNDS)
+def test_bounds_where_not_all_ranks_are_linked(name):
+    """A ring of 8 ranks, and a DGX-1's NVLinks alone: ranks that no link joins send to each other by way of others."""
+    assert len(halves(8)) == 127 and [[0, 2], [1]] in halves(3)
+    links = {pair: 1 for pair in zip(range(8), [*range(1, 8), 0])} if name == "ring" else DGX1_LINKS
+    ranks = tuple(f"gpu{rank}" for rank in range(8))
+    net = RoutedNetwork(Topology(
+        name, tuple(Device(rank, "gpu") for rank in ranks),
+        tuple(Link(ranks[a], ranks[b], "nvlink", RATE, count=count) for (a, b), count in links.items()), ranks,
+    ))  # fmt: skip
+    for kind, rounds in LEAST_ROUNDS[name].items():
+        bound = cut_bound(net, Collective(kind, 8, 1), 10**6, [[[rank] for rank in range(8)], *halves(8)])
+        assert bound == pytest.approx(rounds * beta(10**6)), kind
+    apart = Topology("apart", tuple(Device(rank, "gpu") for rank in ranks[:2]), (), ranks[:2])
+    with pytest.raises(ConfigError, match="no way leads between ranks"):
+        cut_bound(RoutedNetwork(apart), Collective("broadcast", 2, 1), 8, [[[0], [1]]])
 
 
 def test_bounds_between_nodes():
@@ -301,6 +347,31 @@ def test_bounds_between_nodes():
     for root in (0, 15):
         bound = cut_bound(one_nic, Collective("reduce", 16, 1, root), 10**8, [nodes])
         assert bound == pytest.approx(10**8 / 12.5 / 1e3)
+
+
+@pytest.mark.parametrize("kind", COLLECTIVES)
+def test_bounds_of_groups_that_are_alike(kind):
+    """Looking at one of them is as good as at all, and enough for any number of ranks."""
+    machines, bounds = PRESETS["dgx_h100"](2), []
+    for num_ranks, alike in ((64, True), (64, False), (100_000, True)):
+        groupings = [[[rank] for rank in range(num_ranks)], np.arange(num_ranks).reshape(-1, 8).tolist()]
+        net = Cluster.like(machines, num_ranks)
+        bounds.append(cut_bound(net, Collective(kind, num_ranks, 1), 10**6, groupings, are_alike=alike))
+    assert bounds[0] == pytest.approx(bounds[1], rel=1e-12)
+    # between nodes, by 8 NICs: what one sends, or takes in, or of an allreduce what each does on average
+    nodes = 12_500
+    units = {"allreduce": 2 * (nodes - 1) / nodes, "broadcast": 1, "reduce": 1, "alltoall": 8 * (100_000 - 8)}
+    assert bounds[2] == pytest.approx(units.get(kind, 100_000 - 8) * 10**6 / 400 / 1e3, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["ring", "two_shot", "double_binary_tree", "halving_doubling", "pat"])
+def test_links_carry_as_much_in_rounds_as_in_events(name):
+    costs, net = Costs(efficiency=0.5), mesh(8)
+    events = simulate(ALGORITHMS[name].plan("allreduce", 8), 10**6, net, costs, wide_sums=True)
+    rounds = Schedule(SCHEDULES[name]["allreduce"](World(8, 8)), net)
+    assert rounds.link_times(10**6, costs, wide_sums=True).sum() == pytest.approx(events.link_busy.sum())
+    if name in ("ring", "two_shot", "halving_doubling"):
+        assert np.allclose(rounds.link_times(10**6, costs, wide_sums=True), events.link_busy)
 
 
 def test_what_crosses_between_groups():

@@ -16,7 +16,15 @@ from epcomm.work import Work
 
 
 class Collectives:
-    """The part of `Communicator` that calls collectives, on tensors."""
+    """The part of `Communicator` that calls collectives, on tensors.
+
+    What arguments mean everywhere: `x`, of any strides, is on the communicator's device, and only read unless it is
+    `out`. `out`: contiguous, of `x`'s dtype; the result is put there and returned. `dst`, `src`: ranks of this
+    communicator. `async_op`: return a `Work` at once. `timeout`: seconds that this call may wait for its peers, by
+    default those of `init`. Results have no gradients.
+
+    Raises: `ConfigError` for a wrong argument, before anything is sent; what `Communicator` says of all operations.
+    """
 
     _reductions: Reductions
     _movement: Movement

@@ -20,9 +20,9 @@ from epcomm.device.control import GENERATION_SHIFT, LINE
 from epcomm.device.cpu.memory import STREAMING_BYTES
 from epcomm.errors import ConfigError, PlanError, UnsupportedError
 from epcomm.kernels.protocol import collectives as protocol
-from epcomm.kernels.protocol.arithmetic import has_finish
-from epcomm.kernels.protocol.lines import LL, LL128, MAX_FLAG, PIECE_BYTES, PROTOCOLS, SIMPLE
-from epcomm.kernels.protocol.plans import MAX_CHANNELS
+from epcomm.kernels.protocol.arithmetic import has_finish, partial_scale
+from epcomm.kernels.protocol.lines import LL, LL128, MAX_FLAG, PROTOCOLS, SIMPLE, STAGE_BYTES
+from epcomm.kernels.protocol.plans import MAX_CHANNELS, WIDE
 from epcomm.operation import Operation
 
 _MOST_CHANNELS = 8  # of plans made here; more would leave their FIFOs little memory
@@ -97,7 +97,7 @@ class PlanBinder:
         )
         self._counts = target.private(8 * (self._first_flag_count + len(PROTOCOLS) * workers))
         self._done = target.private(LINE * workers)
-        self._stages = target.private(PIECE_BYTES * workers)
+        self._stages = target.private(STAGE_BYTES * workers)
         self.start_generation(self._runtime.generation)
         self._runtime.on_reset(self)
 
@@ -132,9 +132,12 @@ class PlanBinder:
         runtime = self._runtime
         unit_bytes = x.nbytes // (runtime.size if kind in ("reduce_scatter", "alltoall") else 1)
         plan = self._plan(where, kind, algorithm, root, unit_bytes)
+        is_wide = plan.wide_sums and kind in REDUCTIONS and partial_scale(x.dtype, op) == WIDE
         try:
             proven = prove(plan)
-            table = lower(proven, runtime.rank, self._num_workers, unit_bytes, self._memory, has_finish(op))
+            table = lower(
+                proven, runtime.rank, self._num_workers, unit_bytes, self._memory, has_finish(op), is_wide
+            )  # fmt: skip
         except (PlanError, ConfigError) as error:
             raise ConfigError(f"{where}: argument `algorithm`: {error}") from error
         if plan.protocol == LL128 and not runtime.target.moves_whole_lines(runtime.collectives):
@@ -142,14 +145,16 @@ class PlanBinder:
             raise UnsupportedError(f"{where}: argument `algorithm`: plan {plan.name}: protocol ll128: {wanted}")
         args = self._binder.block()
         words = private_words(runtime.target, table)
-        scratch = torch.empty(scratch_bytes(plan, unit_bytes), dtype=torch.uint8, device=runtime.target.device)
+        num_scratch = scratch_bytes(proven, runtime.rank, unit_bytes, is_wide)
+        scratch = torch.empty(num_scratch, dtype=torch.uint8, device=runtime.target.device)
         args.words[protocol.TABLE] = words.address
         args.words[protocol.COUNTS], args.words[protocol.DONE] = self._counts.address, self._done.address
         args.words[protocol.SCRATCH], args.words[protocol.STAGES] = scratch.data_ptr(), self._stages.address
-        kernel = runtime.target.execute_plan(args.words, (x.dtype, op) if op else None, plan.protocol)
+        kernel = runtime.target.execute_plan(args.words, (x.dtype, op) if op else None, plan.protocol, is_wide)
         more = f", op={op}" if op else ""
         more += f", root={root}" if kind in ROOTED else ""
         more += f", algorithm=plan {plan.name} {proven.fingerprint}, {plan.protocol}"
+        more += ", partial sums in float32" if is_wide else ""
         text = f"{kind}(x={x.dtype} {tuple(x.shape)}{more})"
         keep = (self._counts, self._done, self._stages, words, scratch, plan)
         operation = self._binder.operation(kernel, args, text, keep)

@@ -24,6 +24,8 @@ console = Console()
 
 _MACHINES = " | ".join(("host, which is this machine", *PRESETS))
 _TOPOLOGY = typer.Option("dgx_h100", help=f"{_MACHINES}, or a file: a topology dump of NCCL's or RCCL's")
+#: No GPU has as many SMs; to simulate more takes minutes.
+_MOST_PROGRAMS = 256
 _TRACE = typer.Option(None, help="write the simulation to this JSON file, for Perfetto")
 _DRAW = typer.Option(None, help="draw the schedule in space and time to this file, SVG, PNG or PDF")
 _DRAW_RING = typer.Option(None, help="draw the ring's order on the machine to this file, SVG, PNG or PDF")
@@ -40,7 +42,9 @@ def explain_command(
     dtype: str = typer.Option("float32", help=" | ".join(DTYPES)),
     algorithm: str = typer.Option("auto", help=f"auto | {' | '.join(SCHEDULES)}"),
     protocol: str = typer.Option("auto", help=f"auto | {KERNEL} | {' | '.join(PRICED)}"),
-    programs: int = typer.Option(CHANNELS[-1], help="of a rank, for operations: a plan's channels at most"),
+    programs: int = typer.Option(
+        CHANNELS[-1], max=_MOST_PROGRAMS, help="of a rank, for operations: a plan's channels at most"
+    ),
     trace: Path | None = _TRACE,
     draw: Path | None = _DRAW,
     draw_ring: Path | None = _DRAW_RING,

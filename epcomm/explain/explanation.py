@@ -7,14 +7,18 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from epcomm.collectives.cost.choice import Candidate, Request, candidates, cheapest, choose
+from epcomm.collectives.cost.schedules import SCHEDULES
 from epcomm.errors import ConfigError
 from epcomm.explain.alternatives import Alternative, priced
-from epcomm.simulation.bounds import crossing, cut_bound
+from epcomm.simulation.bounds import crossing, cut_bound, halves
+from epcomm.simulation.network import Cluster
+from epcomm.simulation.rounds import Schedule
 from epcomm.simulation.timeline import Timeline
 
 #: Larger plans are not made: their simulation takes minutes.
 MOST_SIMULATED = 32
-_MOST_BOUNDED = 1024
+#: Of no more ranks all ways to divide them in two are looked at.
+_MOST_DIVIDED = 8
 
 
 @dataclass(frozen=True)
@@ -42,16 +46,15 @@ class Explanation:
 
     @cached_property
     def bound(self) -> float | None:
-        """µs below which no plan on this machine is; None where there are too many ranks to look at all pairs, or pairs
-        that no links join.
-        """
-        request, machine = self.request, self.request.machine
-        if request.num_ranks > _MOST_BOUNDED:
-            return None
-        groupings = (self._singly, machine.nodes)
+        """µs below which no plan on this machine is; None where there are too many pairs of ranks to look at."""
+        request, network = self.request, self.request.machine.pricing_network
+        groupings = [self._singly, self.request.machine.nodes]
+        groupings += halves(request.num_ranks) if request.num_ranks <= _MOST_DIVIDED else []
         try:
-            return cut_bound(machine.pricing_network, request.collective, request.num_bytes, groupings)
-        except ConfigError:  # a bound is about ways between all ranks
+            return cut_bound(
+                network, request.collective, request.num_bytes, groupings, are_alike=isinstance(network, Cluster)
+            )
+        except ConfigError:
             return None
 
     @cached_property
@@ -70,11 +73,43 @@ class Explanation:
         return list(priced(self.request))
 
     @cached_property
+    def rounds(self) -> Schedule:
+        """The chosen algorithm's rounds, of which the price is."""
+        machine, chosen = self.request.machine, self.chosen
+        rounds = SCHEDULES[chosen.algorithm][self.request.kind](self.request.world)
+        return Schedule(rounds, machine.pricing_network, one_program=machine.is_of_cores)
+
+    @cached_property
     def shares(self) -> dict[str, float]:
-        """Of the simulated time: what goes into the launch, latencies and steps, bytes, and queues; empty without."""
-        if self.timeline is None:
+        """Of the simulated time: what goes into the launch, latencies and steps, bytes, and queues. Of a price: into
+        the launch, what else no bytes at all would take, and bytes. Empty without either.
+        """
+        if self.timeline is not None:
+            return {name: value / self.timeline.makespan for name, value in self.timeline.parts.items()}
+        if not self.chosen.has_price:
             return {}
-        return {name: value / self.timeline.makespan for name, value in self.timeline.parts.items()}
+        chosen, costs = self.chosen, self.chosen.costs
+        without = float(self.rounds.times(0, costs, channels=chosen.channels, pieces=chosen.pieces).max())
+        parts = {"launch": costs.launch, "latency and steps": without - costs.launch}
+        parts["bytes"] = self.microseconds - without
+        return {name: value / self.microseconds for name, value in parts.items()}
+
+    @cached_property
+    def busiest_links(self) -> list[tuple[str, float]]:
+        """Names and shares of the time of the links that are busy longest, in the simulation or in rounds."""
+        if self.timeline is not None:
+            return self.timeline.busiest_links()
+        if not self.chosen.has_price:
+            return []
+        chosen, network = self.chosen, self.rounds.network
+        busy = self.rounds.link_times(self.request.num_bytes, chosen.costs, wide_sums=chosen.wide_sums)
+        order = [int(link) for link in (-busy).argsort(kind="stable")[:5] if busy[link]]
+        return [(network.link_name(link), float(busy[link]) / self.microseconds) for link in order]
+
+    @property
+    def is_mostly_fixed(self) -> bool | None:
+        """Whether launch, steps and latencies take most of the time; None if nobody knows."""
+        return self.shares["bytes"] + self.shares.get("queue", 0.0) < 0.5 if self.shares else None
 
 
 def explain(request: Request, algorithm: str = "auto", protocol: str = "auto") -> Explanation:

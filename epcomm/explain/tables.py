@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from epcomm.collectives.algorithms import ALGORITHMS
 from epcomm.collectives.cost.choice import Candidate
+from epcomm.collectives.cost.machines import Machine
 from epcomm.explain.explanation import MOST_SIMULATED, Explanation
 from epcomm.rich_tables import aligned_table, counted, size_text
 
@@ -87,8 +90,8 @@ def _rules(explanation: Explanation) -> list[str]:
     """By what is chosen besides prices."""
     request, machine = explanation.request, explanation.request.machine
     once = (
-        f"{request.dtype}: only what rounds once is chosen. Kernels do; plans would with float32 partial sums, also on "
-        "their way, which prices include; no executor has them yet."
+        f"{request.dtype}: only what rounds once is chosen. Kernels do; plans do with float32 partial sums, also on "
+        "their way, which prices include."
     )
     rules = [once] if request.is_half and request.num_ranks > 2 else []
     if request.kind != "allreduce":
@@ -135,15 +138,18 @@ def _print_mapping(console: Console, explanation: Explanation) -> None:
         f"{costs.launch:g} µs before the first step"
     )
     channels, pieces = counted(chosen.channels, "channel"), counted(chosen.pieces, "piece")
-    lines.append(f"{channels} of {costs.channel:.1f} GB/s, in {pieces}")
+    speed = f" of {costs.channel:.1f} GB/s" if costs.channel < math.inf else ""
+    lines.append(f"{channels}{speed}, in {pieces}")
+    if chosen.wide_sums and not chosen.is_kernel:
+        lines.append(f"partial sums of {explanation.request.dtype} are float32, on their way too")
     timeline = explanation.timeline
     if timeline is not None:
         chunk = explanation.request.num_bytes / chosen.plan.collective.num_chunks
         lines.append(f"{chosen.plan.num_steps} steps, chunks of {size_text(chunk)}")
     console.print("\n".join(f"   {line}" for line in lines), highlight=False, markup=False)
-    if timeline is not None:
+    if explanation.busiest_links:
         table = _table("busiest links", "link", "busy")
-        for name, share in timeline.busiest_links():
+        for name, share in explanation.busiest_links:
             table.add_row(escape(name), f"{share:.0%}")
         console.print(table)
 
@@ -151,19 +157,28 @@ def _print_mapping(console: Console, explanation: Explanation) -> None:
 def _print_fit(console: Console, explanation: Explanation) -> None:
     console.print("\n[bold]4. Fit[/]")
     lines, shares = [], explanation.shares
-    if shares:
+    parts = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+    if explanation.timeline is not None:
         lines.append(f"simulated: {explanation.microseconds:.1f} µs; price: {explanation.chosen.microseconds:.1f} µs")
-        parts = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
         lines.append(f"critical path: {parts}")
-    elif not explanation.chosen.has_price:
-        lines.append("no price: some ranks that talk to each other have no link, and take what way there is")
+    elif not shares:
+        lines.append(f"no price: {_unpriced(explanation.request.machine)}")
     else:
         lines.append(f"price: {explanation.microseconds:.1f} µs; more than {MOST_SIMULATED} ranks are not simulated")
+        lines.append(f"of the price: {parts}")
     if explanation.bound and explanation.chosen.has_price:  # one rank's is 0
         ratio = explanation.microseconds / explanation.bound
         lines.append(f"cut bound: {explanation.bound:.1f} µs, no matter the algorithm; this is {ratio:.2f} times that")
     console.print("\n".join(f"   {line}" for line in lines), highlight=False, markup=False)
     _print_advice(console, explanation)
+
+
+def _unpriced(machine: Machine) -> str:
+    """Why a kernel that runs has no price."""
+    sizes = [len(ranks) for ranks in machine.nodes]
+    if len(set(sizes)) > 1:
+        return f"it is known among nodes of one size only; these have {min(sizes)} to {max(sizes)} ranks"
+    return "some ranks that talk to each other have no link, and take what way there is"
 
 
 def _print_advice(console: Console, explanation: Explanation) -> None:
@@ -174,17 +189,16 @@ def _print_advice(console: Console, explanation: Explanation) -> None:
         return
     if not explanation.chosen.has_price:
         return
-    if explanation.bound is not None:
-        moving = explanation.bound / explanation.microseconds
-        if moving < 0.25:
-            lines.append(
-                f"Most of the time is fixed cost, not bytes: several small {kind}s as one, or one in the kernel that "
-                "makes or uses the data, save more than another algorithm."
-            )
-        else:
-            lines.append("Bytes dominate: what helps is to send fewer.")
-            if moving < 0.6:
-                lines.append("There is room up to the bound: see the busiest links and the critical path's queues.")
+    is_fixed = explanation.is_mostly_fixed
+    if is_fixed:
+        lines.append(
+            f"Most of the time is fixed cost, not bytes: several small {kind}s as one, or one in the kernel that "
+            "makes or uses the data, save more than another algorithm."
+        )
+    elif is_fixed is not None:
+        lines.append("Bytes dominate: what helps is to send fewer.")
+        if explanation.bound is not None and explanation.bound < 0.6 * explanation.microseconds:
+            lines.append("There is room up to the bound: see the busiest links and the critical path's queues.")
     if kind == "alltoall":
         lines.append(
             "Rows for experts: dispatch sends what the routing needs, each row once per rank; equal blocks are as "

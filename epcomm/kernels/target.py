@@ -111,8 +111,10 @@ class Target(Protocol):
     def moves_whole_lines(self, segment: Any) -> bool:
         """True if messages of the protocol "ll128" are right in a segment, on all ranks: see `protocol.lines`."""
 
-    def execute_plan(self, args: np.ndarray, reduction: tuple[torch.dtype, str] | None, protocol: str) -> Kernel:
-        """What runs plans of a protocol, with a reduction or without."""
+    def execute_plan(
+        self, args: np.ndarray, reduction: tuple[torch.dtype, str] | None, protocol: str, is_wide: bool
+    ) -> Kernel:
+        """What runs plans of a protocol, with a reduction or without; `is_wide`: with partial sums in float32."""
 
     def send(self) -> Kernel: ...
 

@@ -54,6 +54,10 @@ class ExpertParallel(PlacedExperts):
         self.number = ops.register_handle(self)
         runtime.on_reset(self)
 
+    def __repr__(self) -> str:
+        state = ", closed" if self.is_closed else ""
+        return f"<ExpertParallel of rank {self.rank} of {self.size}: {self.config.text}{state}>"
+
     # ---- life
 
     def memory(self) -> dict[str, int]:

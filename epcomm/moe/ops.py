@@ -139,9 +139,6 @@ def _(handle: int, topk_idx: Tensor) -> Tensor:
     return torch.empty(1, dtype=torch.int64, device="cpu")
 
 
-_Dispatched = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-
-
 @torch.library.custom_op("epcomm::dispatch", mutates_args=())
 def _dispatch(
     handle: int, x: Tensor, routing: Tensor, topk_idx: Tensor, topk_weights: Tensor | None

@@ -32,6 +32,11 @@ class Received:
         self.bound, self._is_tuple, self._has_weights, self._buffer = bound, is_tuple, has_weights, buffer
         self.anchor: torch.Tensor | None = None  # of a graph: combine's results depend on this dispatch (`autograd`)
 
+    def __repr__(self) -> str:
+        rows = self._rows_shape()
+        tensors = ", ".join(f"{dtype} {(*rows, width)}" for dtype, width, _ in self.bound.tensors)
+        return f"<Received by rank {self.ep.rank}, {self.ep.config.layout}: {tensors}>"
+
     def _rows_shape(self) -> tuple[int, ...]:
         shape = self.routing.rows_shape
         return self.routing.calls.rows_shape(self.routing) if shape is None else shape  # a fixed one, before it came

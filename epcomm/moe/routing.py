@@ -89,6 +89,9 @@ class Routing:
         self.rows_shape: tuple[int, ...] | None = None  # of this rank's received rows, without their width, once placed
         self.has_places = not ep.is_expanded  # combine knows where what arrived went; else once dispatched
 
+    def __repr__(self) -> str:
+        return f"<Routing of {self.num_tokens} tokens of rank {self.ep.rank}, topk={self.topk}>"
+
     def __del__(self) -> None:
         self.ep.return_workspace(self.workspace)
 

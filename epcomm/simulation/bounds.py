@@ -13,7 +13,7 @@ from epcomm.simulation.costs import BYTES_PER_MICROSECOND
 from epcomm.simulation.network import NO_LINK, Network
 
 #: More pairs of ranks are not looked at.
-_MOST_PAIRS = 100_000
+_MOST_PAIRS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -51,19 +51,32 @@ def crossing(collective: Collective, groups: Sequence[Sequence[int]]) -> Crossin
     return Crossing(leaves, enters, float(total))
 
 
+def halves(num_ranks: int) -> list[list[list[int]]]:
+    """All ways to divide ranks in two groups, 2 ** (num_ranks - 1) - 1."""
+    ranks = range(num_ranks)
+    return [
+        [[rank for rank in ranks if bits >> rank & 1 == side] for side in (0, 1)] for bits in range(2, 2**num_ranks, 2)
+    ]
+
+
 def cut_bound(
-    network: Network, collective: Collective, num_bytes: float, groupings: Sequence[Sequence[Sequence[int]]]
-) -> float:
+    network: Network, collective: Collective, num_bytes: float, groupings: Sequence[Sequence[Sequence[int]]],
+    *, are_alike: bool = False,
+) -> float:  # fmt: skip
     """µs below which no plan of the collective is, with `num_bytes` in its unit, whatever its latencies.
 
-    `groupings` are ways to divide all ranks: singly, by node. What a group can send, or take in, is what the narrowest
-    of these sets of links can carry: of all ways that lead out of it, or into it, the first, second ... links, or each
-    one's narrowest, or the one that most ways share for its width.
+    `groupings` are ways to divide all ranks: singly, by node, in `halves`. What a group can send, or take in, is what
+    the narrowest of these sets of links can carry: of all ways that lead out of it, or into it, the first, second ...
+    links, or each one's narrowest, or the one that most ways share for its width. ConfigError if no way leads there.
+
+    `are_alike`: of each grouping only the first group is looked at, than which no other one has more links.
     """
     bound = 0.0
     for groups in groupings:
         if len(groups) > 1:
-            out, into = (np.array([_rate(network, group, way) for group in groups]) for way in (1, -1))
+            shown = groups[:1] if are_alike else groups
+            rates = (np.array([_rate(network, group, way) for group in shown]) for way in (1, -1))
+            out, into = (np.broadcast_to(each, len(groups)) for each in rates)
             has_to = crossing(collective, groups)
             shares = (has_to.leaves / out, has_to.enters / into, has_to.total / out.sum(), has_to.total / into.sum())
             bound = max(bound, max(float(share.max()) for share in shares) * num_bytes / BYTES_PER_MICROSECOND)
@@ -77,7 +90,10 @@ def _rate(network: Network, group: Sequence[int], way: int) -> float:
     if len(inside) * len(outside) > _MOST_PAIRS:
         raise ConfigError(f"bound: {len(inside)} ranks and {len(outside)} others have too many pairs to look at")
     src, dst = (np.repeat(inside, len(outside)), np.tile(outside, len(inside)))[::way]
-    paths = network.routes(src, dst).paths
+    joined = network.joins(src, dst)
+    if not joined.any():
+        raise ConfigError(f"bound: no way leads between ranks {list(group)} and the others")
+    paths = network.routes(src[joined], dst[joined]).paths
     widths = np.where(paths != NO_LINK, network.bandwidth[paths], np.inf)
     last = (paths != NO_LINK).sum(axis=1) - 1
     num_ways = np.bincount(paths[paths != NO_LINK], minlength=len(network.bandwidth))

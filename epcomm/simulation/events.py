@@ -1,10 +1,11 @@
 """Any plan on any network, event by event.
 
 A step starts when the step before it in its program is complete, its dependencies are, its message has arrived and its
-FIFO has a free slot; it is complete when its program has moved its bytes. A message cuts through the links of its way:
-it asks for each as soon as its first byte is there, each link serves messages in the order in which they ask and is
-taken for bytes / bandwidth, and the message has arrived when its last byte has left the slowest link and the latency
-has passed. Buffers in between are unlimited; a slot that a receiver freed is known to its sender at once.
+FIFO has a free slot; it is complete when its program has moved its bytes. Where threads have several programs, the step
+before it is one of its thread's. A message cuts through the links of its way: it asks for each as soon as its first
+byte is there, each link serves messages in the order in which they ask and is taken for bytes / bandwidth, and the
+message has arrived when its last byte has left the slowest link and the latency has passed. Buffers in between are
+unlimited; a slot that a receiver freed is known to its sender at once.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import heapq
 
 import numpy as np
 
-from epcomm.collectives.plan import BUFFERS, Plan
+from epcomm.collectives.plan import Plan
 from epcomm.collectives.plan.graph import Graph
-from epcomm.collectives.plan.passes import RECEIVES, REDUCES, SENDS
+from epcomm.collectives.plan.partial_sums import NARROW, partial_sums
+from epcomm.collectives.plan.passes import RECEIVES, SENDS
 from epcomm.collectives.plan.verify import execution_order
 from epcomm.errors import ConfigError
 from epcomm.simulation.costs import BYTES_PER_MICROSECOND, Costs
@@ -26,48 +28,68 @@ _COMPLETE, _HOP, _ARRIVED = range(3)
 
 
 def simulate(
-    plan: Plan, num_bytes: float, network: Network, costs: Costs | None = None, *, wide_sums: bool = False
-) -> Timeline:
+    plan: Plan, num_bytes: float, network: Network, costs: Costs | None = None, *, wide_sums: bool = False,
+    num_workers: int | None = None,
+) -> Timeline:  # fmt: skip
     """When each step of the plan starts and is complete, with `num_bytes` in a unit of its collective (see
     `Collective`: the whole tensor of an allreduce, a rank's block of an allgather).
 
-    `wide_sums`: partial sums travel in twice the bytes (16-bit inputs, float32 sums). ConfigError if the network has
-    too few ranks, PlanError if the plan is out of range or deadlocks.
+    `wide_sums`: partial sums travel in twice the bytes (16-bit inputs, float32 sums). `num_workers`: a rank's programs
+    are shared out among so many threads, as `lower` does; by default each has one. ConfigError if the network has too
+    few ranks, PlanError if the plan is out of range or deadlocks.
     """
     if not num_bytes >= 0:
         raise ConfigError(f"simulate: num_bytes: wanted a number >= 0, got {num_bytes!r}")
     if network.num_ranks < plan.num_ranks:
         raise ConfigError(f"simulate: network: wanted {plan.num_ranks} ranks, got {network.num_ranks}")
+    if num_workers is not None and num_workers < 1:
+        raise ConfigError(f"simulate: num_workers: wanted at least 1, got {num_workers}")
     graph = Graph(plan)
-    execution_order(graph)
+    order = execution_order(graph)
+    turns = in_turn(graph, order, num_workers)
     chunk_bytes = num_bytes / plan.collective.num_chunks
-    widths = 1.0 + carries_sums(graph) if wide_sums else np.ones(graph.num_steps)
-    num_bytes_moved = np.where(graph.flags > 0, graph.count, 0) * chunk_bytes * widths
-    run = _Run(graph, num_bytes_moved, network, costs or Costs())
+    num_chunks = np.where(graph.flags > 0, graph.count, 0) + (_partial_sums_sent(graph, order) if wide_sums else 0)
+    run = _Run(graph, num_chunks * chunk_bytes, network, costs or Costs(), turns)
     run.go()
     return run.timeline()
 
 
-def carries_sums(graph: Graph) -> np.ndarray:
-    """Which steps send a partial sum, bool [num_steps]: what its receiver adds to, unless it is an input."""
-    receivers = np.flatnonzero(graph.match >= 0)
-    senders = graph.match[receivers]
-    is_input = (graph.src_buffer[senders] == BUFFERS.index("input")) & (graph.flags[senders] & RECEIVES == 0)
-    is_sum = np.zeros(graph.num_steps, bool)
-    is_sum[senders] = (graph.flags[receivers] & REDUCES > 0) & ~is_input
-    return is_sum
+def in_turn(graph: Graph, order: np.ndarray, num_workers: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """(earlier, later) steps that follow each other in a program, or with workers in one of those, as in `order`."""
+    if num_workers is None:
+        later = np.flatnonzero(graph.index > 0)
+        return later - 1, later
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    worker = graph.program % num_workers
+    by_worker = np.lexsort([place, worker, graph.rank])
+    follows = (np.diff(graph.rank[by_worker]) == 0) & (np.diff(worker[by_worker]) == 0)
+    return by_worker[:-1][follows], by_worker[1:][follows]
+
+
+def _partial_sums_sent(graph: Graph, order: np.ndarray) -> np.ndarray:
+    """How many of the chunks that a step sends are sums of some ranks', int64 [num_steps]."""
+    positions = [graph.position(number) for number in order.tolist()]
+    widths, found = partial_sums(graph.plan, positions).widths, np.zeros(graph.num_steps, np.int64)
+    for number, position in zip(order.tolist(), positions, strict=True):
+        if graph.flags[number] & SENDS:
+            found[number] = sum(chunk.result != NARROW for chunk in widths[position])
+    return found
 
 
 class _Run:
     """The events to come, and what has happened."""
 
-    def __init__(self, graph: Graph, num_bytes: np.ndarray, network: Network, costs: Costs):
+    def __init__(
+        self, graph: Graph, num_bytes: np.ndarray, network: Network, costs: Costs,
+        turns: tuple[np.ndarray, np.ndarray],
+    ):  # fmt: skip
         self.graph, self.network, self.costs = graph, network, costs
         self.moving = [costs.moving(each) for each in num_bytes.tolist()]
         self.step_cost = np.where(graph.flags > 0, costs.step, 0.0).tolist()
         self.sends = ((graph.flags & SENDS) > 0).tolist()
         self._route(num_bytes)
-        self._link()
+        self._link(turns)
         size = graph.num_steps
         self.start, self.complete = [0.0] * size, [0.0] * size
         self.cause: list[tuple[Cause, int]] = [BEGINNING] * size
@@ -90,13 +112,14 @@ class _Run:
         for sender, path, size in zip(senders.tolist(), routes.paths.tolist(), num_bytes[senders].tolist()):
             self.hops[sender] = [(link, size / rates[link]) for link in path if link != NO_LINK]
 
-    def _link(self) -> None:
+    def _link(self, turns: tuple[np.ndarray, np.ndarray]) -> None:
         """For each step, who waits for it to be complete, and who for its message."""
         graph = self.graph
+        _, *others = graph.edges()  # turns take the place of programs
         self.num_awaited = np.zeros(graph.num_steps, np.int64)
         self.later: list[list[tuple[int, Cause]]] = [[] for _ in range(graph.num_steps)]
         self.receiver = np.full(graph.num_steps, -1)
-        for (earlier, later), cause in zip(graph.edges(), (Cause.PROGRAM, Cause.AFTER, Cause.MESSAGE, Cause.SLOT)):
+        for (earlier, later), cause in zip([turns, *others], (Cause.PROGRAM, Cause.AFTER, Cause.MESSAGE, Cause.SLOT)):
             np.add.at(self.num_awaited, later, 1)
             if cause is Cause.MESSAGE:
                 self.receiver[earlier] = later

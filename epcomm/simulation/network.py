@@ -49,6 +49,9 @@ class Network(Protocol):
     def joined(self) -> tuple[np.ndarray, np.ndarray]:
         """(from, to) of pairs of ranks, int64 each: all that have a way, or one for each way that pairs can differ."""
 
+    def joins(self, src: np.ndarray, dst: np.ndarray) -> np.ndarray:
+        """Whether there is a way from each of `src` to its `dst`, bool [messages]."""
+
     def link_name(self, link: int) -> str:
         """A link's ends, for people."""
 
@@ -95,6 +98,9 @@ class RoutedNetwork:
         pairs = np.array([pair for pair in permutations(range(self.num_ranks), 2) if self._is_joined(*pair)], np.int64)
         src, dst = pairs.reshape(-1, 2).T
         return src, dst
+
+    def joins(self, src: np.ndarray, dst: np.ndarray) -> np.ndarray:
+        return np.array([self._is_joined(a, b) for a, b in zip(src.tolist(), dst.tolist())], bool)
 
     def link_name(self, link: int) -> str:
         return " -> ".join(self.ends[link])
@@ -180,6 +186,9 @@ class Cluster:
         """A pair of one node, and one of two nodes."""
         others = [rank for rank in sorted({1, self.num_ranks - 1}) if 0 < rank < self.num_ranks]
         return np.zeros(len(others), np.int64), np.array(others, np.int64)
+
+    def joins(self, src: np.ndarray, dst: np.ndarray) -> np.ndarray:
+        return np.ones(len(src), bool)
 
     def link_name(self, link: int) -> str:
         number, direction = divmod(link, 2)

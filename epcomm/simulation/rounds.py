@@ -19,7 +19,7 @@ import numpy as np
 
 from epcomm.errors import ConfigError
 from epcomm.simulation.costs import BYTES_PER_MICROSECOND, Costs
-from epcomm.simulation.network import NO_LINK, Network
+from epcomm.simulation.network import NO_LINK, Network, Routes
 
 #: relative difference of times that are the same but for rounding
 _SAME = 1e-11
@@ -137,6 +137,21 @@ class Schedule:
         done = self._of_ranks(_received(times, last, pieces).max(axis=0))
         return np.maximum(done, costs.launch + pieces * busy_links.max(initial=0.0))
 
+    def link_times(self, num_bytes: float, costs: Costs | None = None, *, wide_sums: bool = False) -> np.ndarray:
+        """µs that each link is busy with the collective's messages, float64 [num_links]."""
+        busy = np.zeros(len(self.network.bandwidth))
+        for number, each in enumerate(self.rounds):
+            if isinstance(each, Round):
+                size = each.num_bytes(num_bytes, wide_sums)
+                busy += each.repeat * self._link_time(self._routes[number], size, costs or Costs())
+        return busy
+
+    def _link_time(self, routes: Routes, num_bytes: float, costs: Costs) -> np.ndarray:
+        """Of messages of so many bytes, all of them together."""
+        rates = self.network.bandwidth * BYTES_PER_MICROSECOND * costs.efficiency
+        used = routes.paths[routes.paths != NO_LINK]
+        return np.bincount(used, minlength=len(rates)) * num_bytes / rates
+
     def _of_ranks(self, time: np.ndarray) -> np.ndarray:
         """When all of each rank's programs are done."""
         return time.reshape(self._num_lanes, -1).max(axis=0)
@@ -148,7 +163,7 @@ class Schedule:
         src, dst = first + round.src, first + round.dst
         rates = self.network.bandwidth * BYTES_PER_MICROSECOND * costs.efficiency
         used = routes.paths != NO_LINK
-        link_time = np.bincount(routes.paths[used], minlength=len(rates)) * num_bytes / rates
+        link_time = self._link_time(routes, num_bytes, costs)
         moving, overhead = costs.moving(num_bytes) / channels, costs.step * round.parts
         whole = num_bytes / rates[routes.paths[:, 0]]  # of all channels' parts, which queue at the first link of all
         alone = np.maximum(whole / channels, moving) + overhead

@@ -22,7 +22,6 @@ from epcomm.xml_elements import Element, parse_xml
 
 _GPU_CLASSES = ("0x0302", "0x0300", "0x0380", "0x1200")  # 3D, VGA, display controllers; processing accelerators
 _NIC_CLASSES = ("0x0200", "0x0207")
-_BRIDGE_CLASS = "0x0604"
 _NVSWITCH_CLASS = "0x0680"
 
 # (from this sm on, GB/s of one NVLink)
@@ -59,7 +58,7 @@ class _Reader:
             self._read_nics(cpu, name, math.inf)  # those without a PCI device, virtual ones
             self._read_below(cpu, name)
         for (cpu, a), (_, b) in itertools.combinations(domains, 2):
-            self.links.append(Link(a, b, "socket", _socket_bandwidth(cpu)))
+            self._link(cpu, a, b, "socket", _socket_bandwidth(cpu))
         self._read_meshes()
 
     def topology(self) -> Topology:
@@ -73,6 +72,12 @@ class _Reader:
             element.wrong(f"{name} is there twice")
         self.devices.append(Device(name, kind))
 
+    def _link(self, element: Element, a: str, b: str, kind: str, bandwidth: float, count: int = 1) -> None:
+        if a == b or not (bandwidth > 0 and count > 0):
+            wanted = "wanted a link to another device, and its bandwidth and count > 0"
+            element.wrong(f"{wanted}, got {count} of {bandwidth:g} GB/s from {a} to {b}")
+        self.links.append(Link(a, b, kind, bandwidth, 0.0, count))
+
     def _read_below(self, parent: Element, above: str) -> None:
         """The PCI devices below a NUMA domain or bridge. `above` is the device they hang on."""
         for pci in parent.find("pci"):
@@ -84,10 +89,10 @@ class _Reader:
                 self._read_nics(pci, above, _pci_bandwidth(pci))
             elif code.startswith(_NIC_CLASSES):
                 self._add(f"nic {bus}", "nic", pci)
-                self.links.append(Link(f"nic {bus}", above, "pci", _pci_bandwidth(pci)))
+                self._link(pci, f"nic {bus}", above, "pci", _pci_bandwidth(pci))
             elif list(pci.find("pci")):
                 self._add(f"pci {bus}", "pci", pci)
-                self.links.append(Link(f"pci {bus}", above, "pci", _pci_bandwidth(pci)))
+                self._link(pci, f"pci {bus}", above, "pci", _pci_bandwidth(pci))
                 self._read_below(pci, f"pci {bus}")
 
     def _read_gpu(self, pci: Element, gpu: Element | None, bus: str, above: str) -> None:
@@ -96,7 +101,7 @@ class _Reader:
         name = f"gpu{number if gpu is None else gpu.integer('dev', number)}"
         self._add(name, "gpu", pci)
         self._gpus[bus] = (rank, name)
-        self.links.append(Link(name, above, "pci", _pci_bandwidth(pci)))
+        self._link(pci, name, above, "pci", _pci_bandwidth(pci))
         for element in () if gpu is None else gpu.children:
             if element.tag == "nvlink":
                 assert gpu is not None
@@ -115,7 +120,7 @@ class _Reader:
         for net in (net for nic in parent.find("nic") for net in nic.find("net")):
             name = f"nic{net.integer('dev')}"
             self._add(name, "nic", net)
-            self.links.append(Link(name, above, "pci", min(bandwidth, net.number("speed") / 8000)))  # from Mb/s
+            self._link(net, name, above, "pci", min(bandwidth, net.number("speed") / 8000))  # from Mb/s
 
     def _read_meshes(self) -> None:
         """Links between GPUs, which the dump has at both ends, and to NVSwitches, all of which are one here."""
@@ -131,7 +136,7 @@ class _Reader:
             else:
                 continue  # a GPU that the dump's process doesn't see
             if (other, name) not in seen:
-                self.links.append(Link(name, other, kind, bandwidth, 0.0, count))
+                self._link(element, name, other, kind, bandwidth, count)
                 seen.add((name, other))
 
 

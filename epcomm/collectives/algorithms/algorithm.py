@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from epcomm.collectives.language import Collective, Trace
@@ -43,13 +43,14 @@ class Algorithm:
         pieces: int = 1,
         fifo_depth: int = FIFO_DEPTH,
         protocol: str = SIMPLE,
+        wide_sums: bool = False,
         **options: Any,
     ) -> Plan:
         """The plan of a collective among `num_ranks` ranks.
 
         `channels` and `pieces` multiply the number of chunks: channels work side by side, pieces follow one another
-        (`Trace.plan`). `protocol`: "simple", "ll" or "ll128". ConfigError if the algorithm doesn't do this, or not with
-        so many ranks.
+        (`Trace.plan`). `protocol`: "simple", "ll" or "ll128". `wide_sums`: see `Plan`. ConfigError if the algorithm
+        doesn't do this, or not with so many ranks.
         """
         where = f"{self.name} {collective}"
         form = self.forms.get(collective)
@@ -63,7 +64,8 @@ class Algorithm:
         wanted = Collective(collective, num_ranks, form.num_chunks(num_ranks), root)
         with Trace(where, wanted, in_place=form.in_place) as trace:
             form.program(wanted, **options)
-        return trace.plan(channels=channels, pieces=pieces, fifo_depth=fifo_depth, protocol=protocol)
+        plan = trace.plan(channels=channels, pieces=pieces, fifo_depth=fifo_depth, protocol=protocol)
+        return replace(plan, wide_sums=wide_sums)
 
 
 def require_power_of_two(where: str, num_ranks: int) -> None:

@@ -102,7 +102,7 @@ class Candidate:
     """One way to do a request, and its price in µs: infinite if nobody knows it.
 
     `protocol`: KERNEL is the algorithm's kernel written by hand, all else a plan. `wide_sums`: partial sums are float32
-    wherever they are kept or travel, so that a 16-bit result rounds once: kernels do that.
+    wherever they are kept or travel, so that a 16-bit result rounds once: kernels do that, and plans that say so.
     """
 
     request: Request
@@ -123,8 +123,8 @@ class Candidate:
 
     @property
     def runs(self) -> bool:
-        """Whether that is there: of plans, executors have some protocols, and don't widen partial sums."""
-        return self.is_kernel or self.protocol in self.request.protocols and not self.wide_sums
+        """Whether that is there: plans run by some protocols."""
+        return self.is_kernel or self.protocol in self.request.protocols
 
     @property
     def costs(self) -> Costs:
@@ -144,21 +144,21 @@ class Candidate:
         request, algorithm = self.request, ALGORITHMS[self.algorithm]
         known = {"order": request.world.order, "ranks_per_node": request.world.ranks_per_node}
         given: dict[str, Any] = {name: value for name, value in known.items() if name in algorithm.options}
-        return algorithm.plan(request.kind, request.num_ranks, root=request.root, **options, **given)
+        options |= {"root": request.root, "wide_sums": self.wide_sums}
+        return algorithm.plan(request.kind, request.num_ranks, **options, **given)
 
     @cached_property
     def roundings(self) -> int:
-        """How often a result is rounded: as often as the algorithm's plan sums, or once if partial sums are wide; avg,
-        if they are not, once more.
+        """How often a result is rounded: as often as the algorithm's plan says; avg, unless partial sums are wide, once
+        more.
         """
         from epcomm.collectives.plan.verify import verify  # loads Numba, as the simulation does
 
-        sums = verify(self._plan()).roundings
-        return min(sums, 1) if self.wide_sums else sums + (self.request.op == "avg")
+        return verify(self._plan()).roundings + (self.request.op == "avg" and not self.wide_sums)
 
     @property
     def rounds_once(self) -> bool:
-        """Whether no result is rounded more than once: two ranks' sums never are, and plans round averages again."""
+        """Whether no result is rounded more than once: two ranks' sums never are, their averages may be again."""
         return self.wide_sums or self.request.num_ranks <= 2 and self.request.op != "avg"
 
     def simulated(self) -> Timeline:
@@ -190,7 +190,7 @@ def candidates(
 
 def choose(request: Request) -> Candidate:
     """What `auto` means for an allreduce. Other collectives take plans only when told to: for them this is the
-    cheapest, of 16-bit sums of those that round once, whether or not executors have it.
+    cheapest, of 16-bit sums of those that round once.
 
     An allreduce among several nodes has one kernel. Where ranks are cores, or bandwidths aren't known, it takes the
     kernel that was measured to be the best of its size. Elsewhere it takes the cheapest, at the next power of two of
@@ -267,7 +267,8 @@ def _variants(request: Request, algorithm: str, protocol: str) -> Iterator[list[
     options = [*product(counts, pieces)]
     if request.num_ranks > _MANY_RANKS:
         options = [*product({counts[0], counts[-1]}, {pieces[0], pieces[-1]})]
-    for wide in (False, True) if request.is_half and request.num_ranks > 2 else (False,):  # two ranks have none
+    has_partial = request.num_ranks > 2 or request.op == "avg"  # also a sum that is still to be divided
+    for wide in (False, True) if request.is_half and has_partial else (False,):
         yield [Candidate(request, algorithm, protocol, *option, wide, math.inf) for option in options]
 
 

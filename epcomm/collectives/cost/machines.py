@@ -118,7 +118,11 @@ def find_machine(name: str, num_ranks: int) -> Machine:
     if not path.is_file():
         known = ", ".join(("host", *PRESETS))
         raise ConfigError(f"argument `topology`: wanted one of {known}, or a topology dump of NCCL's, got {name!r}")
-    topology = from_nccl_xml(path.read_text(), path.name)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"argument `topology`: {path.name} is no text: {error}") from None
+    topology = from_nccl_xml(text, path.name)
     _check_most(name, num_ranks, topology.num_ranks)
     return Machine("dump", topology.first_ranks(num_ranks), num_ranks)
 

@@ -2,15 +2,15 @@
 
     {"format": "epcomm-plan/1", "name": "ring", "collective": "allgather", "num_ranks": 2, "num_chunks": 1, "root": 0,
      "scratch_chunks": 0, "fifo_depth": 8, "in_place": true, "out_of_place": true,
-     "protocol": "simple", "ranks": [
+     "protocol": "simple", "wide_sums": false, "ranks": [
       [{"channel": 0, "steps": [
         {"op": "copy", "src": ["input", 0], "dst": ["output", 0]},
         {"op": "send", "src": ["input", 0], "to": 1},
         {"op": "recv", "dst": ["output", 1], "from": 1, "after": [[0, 0]]}]}],
       ...
 
-`ranks` has a list of programs for each rank. `count` is 1, and `protocol` "simple", unless given; `after` names
-(program, step) of the same rank.
+`ranks` has a list of programs for each rank. `count` is 1, `protocol` "simple" and `wide_sums` false unless given;
+`after` names (program, step) of the same rank.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 _HEADER = {"name": str, "collective": str, "num_ranks": int, "num_chunks": int, "root": int, "scratch_chunks": int,
            "fifo_depth": int, "in_place": bool, "out_of_place": bool}  # fmt: skip
-_PROTOCOL = "protocol"  # which plans didn't have from the beginning
+_PROTOCOL, _WIDE_SUMS = "protocol", "wide_sums"  # which plans didn't have from the beginning
 _OPS = {op.value: op for op in Op}
 
 
@@ -52,6 +52,7 @@ def to_json(plan: Plan) -> str:
         "in_place": plan.in_place,
         "out_of_place": plan.out_of_place,
         _PROTOCOL: plan.protocol,
+        _WIDE_SUMS: plan.wide_sums,
     }
     ranks = ",\n".join(
         "  [" + ",\n   ".join(_program_text(program) for program in programs) + "]" for programs in plan.programs
@@ -117,7 +118,7 @@ def from_json(text: str, where: str = "plan") -> Plan:
 
 def _plan(where: str, document: _Located) -> Plan:
     needed = ["format", *_HEADER, "ranks"]
-    _check_names(document, needed, [*needed, _PROTOCOL])
+    _check_names(document, needed, [*needed, _PROTOCOL, _WIDE_SUMS])
     if document["format"] != FORMAT:
         raise ConfigError(f"`format`: wanted {FORMAT!r}, got {_shown(document['format'])}")
     header = {name: _typed(name, document[name], kind) for name, kind in _HEADER.items()}
@@ -130,6 +131,7 @@ def _plan(where: str, document: _Located) -> Plan:
         header["name"], collective, programs, header["scratch_chunks"], header["fifo_depth"],
         in_place=header["in_place"], out_of_place=header["out_of_place"],
         protocol=_typed(_PROTOCOL, document.get(_PROTOCOL, SIMPLE), str),
+        wide_sums=_typed(_WIDE_SUMS, document.get(_WIDE_SUMS, False), bool),
     )  # fmt: skip
 
 

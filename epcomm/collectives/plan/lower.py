@@ -20,7 +20,8 @@ from epcomm.collectives.plan.chunks import Chunks, check_sizes, moved_bytes
 from epcomm.collectives.plan.fifos import FifoMemory, Fifos
 from epcomm.collectives.plan.graph import Graph
 from epcomm.collectives.plan.local_order import local_order
-from epcomm.collectives.plan.plan import BUFFERS, Plan, Position, Step
+from epcomm.collectives.plan.partial_sums import NARROW, PartialSums, Widths, partial_sums
+from epcomm.collectives.plan.plan import BUFFERS, Location, Op, Plan, Position, Step
 from epcomm.collectives.plan.verify import Proof, execution_order, verify
 from epcomm.errors import ConfigError
 from epcomm.heap.layout import align_up
@@ -44,6 +45,11 @@ class ProvenPlan:
     order: tuple[Position, ...]
     fingerprint: str
 
+    @functools.cached_property
+    def partial_sums(self) -> PartialSums:
+        """Where sums are wide, if they are."""
+        return partial_sums(self.plan, self.order)
+
 
 @functools.lru_cache(maxsize=64)
 def prove(plan: Plan) -> ProvenPlan:
@@ -56,28 +62,37 @@ def prove(plan: Plan) -> ProvenPlan:
 
 
 def lower(
-    proven: ProvenPlan, rank: int, num_workers: int, block_bytes: int, memory: FifoMemory, has_finish: bool = False
-) -> np.ndarray:
+    proven: ProvenPlan, rank: int, num_workers: int, block_bytes: int, memory: FifoMemory, has_finish: bool = False,
+    is_wide: bool = False,
+) -> np.ndarray:  # fmt: skip
     """The table of a rank, int64. `block_bytes`: of the collective's unit. `has_finish`: results are sums to finish.
+    `is_wide`: partial sums have `protocol.WIDE` times the bytes, and whoever makes the sum of all ranks finishes it.
 
     ConfigError if the plan has too many channels, FIFOs or chunks for these ranks' memory, messages in lines between
-    nodes, or chunks of several sizes of which it keeps one where a smaller one belongs.
+    nodes, chunks of several sizes of which it keeps one where a smaller one belongs, or wide sums that differ in place.
     """
     chunks, fifos = Chunks(proven.plan.collective, block_bytes), Fifos(proven.plan, memory)
-    return _Lowering(proven, rank, num_workers, chunks, fifos, has_finish).table()
+    return _Lowering(proven, rank, num_workers, chunks, fifos, has_finish and not is_wide, is_wide).table()
 
 
-def scratch_bytes(plan: Plan, block_bytes: int) -> int:
-    """Bytes that each rank needs besides its input and output."""
-    return plan.scratch_chunks * Chunks(plan.collective, block_bytes).chunk_bytes
+def scratch_bytes(proven: ProvenPlan, rank: int, block_bytes: int, is_wide: bool = False) -> int:
+    """Bytes that a rank needs besides its input and output: chunks of scratch, then shadows of partial sums."""
+    num_shadows = proven.partial_sums.num_shadows[rank] if is_wide else 0
+    num_chunks = proven.plan.scratch_chunks + protocol.WIDE * num_shadows
+    return num_chunks * Chunks(proven.plan.collective, block_bytes).chunk_bytes
 
 
 class _Lowering:
     """What is known of one rank's table while it is made."""
 
-    def __init__(self, proven: ProvenPlan, rank: int, num_workers: int, chunks: Chunks, fifos: Fifos, has_finish: bool):
+    def __init__(
+        self, proven: ProvenPlan, rank: int, num_workers: int, chunks: Chunks, fifos: Fifos, has_finish: bool,
+        is_wide: bool,
+    ):  # fmt: skip
         self._proven, self._plan, self._rank, self._chunks, self._fifos = proven, proven.plan, rank, chunks, fifos
         self._num_workers, self._has_finish = num_workers, has_finish
+        self._widths = proven.partial_sums.widths if is_wide else {}
+        self._most_width = protocol.WIDE if is_wide else 1
         self._order = [position for position in proven.order if position.rank == rank]
         check_sizes(self._plan, proven.order, chunks)
         self._moved = {} if chunks.are_equal else moved_bytes(self._plan, proven.order, chunks)
@@ -120,15 +135,22 @@ class _Lowering:
             flags = step.op.flags
             flags |= protocol.IS_FIRST * (place == 0) | protocol.IS_LAST * (place == len(moved) - 1)
             flags |= protocol.IS_FINAL * ((position, place) in final)
-            operands = []
-            for location in (step.src, step.dst):
-                if location is None:
-                    operands += [0, 0]
-                    continue
-                buffer, chunk = location.buffer, location.offset + place
-                operands += [BUFFERS.index(buffer), self._chunks.offset(buffer, chunk)]
+            widths = self._widths[position][place] if self._widths else Widths()
+            for flag, width in zip((protocol.WIDE_SRC, protocol.WIDE_OTHER, protocol.WIDE_RESULT), widths, strict=True):
+                flags |= flag * (width != NARROW)
+            locations = step.src, step.dst if step.op is Op.REDUCE else None, step.dst
+            operands: list[int] = []
+            for location, width in zip(locations, widths, strict=True):
+                operands += [0, 0] if location is None else self._operand(location, place, width)
             rows.append([flags, num_bytes, *operands, place, *receive, *send, len(self._after) - 1, len(after)])
         self._done_at[position.program, position.step] = len(rows)
+
+    def _operand(self, location: Location, place: int, shadow: int) -> tuple[int, int]:
+        """(buffer, byte offset) of a chunk of a step, or of its shadow."""
+        buffer, chunk = location.buffer, location.offset + place
+        if shadow != NARROW:
+            buffer, chunk = "scratch", self._plan.scratch_chunks + protocol.WIDE * shadow
+        return BUFFERS.index(buffer), self._chunks.offset(buffer, chunk)
 
     def _message(self, worker: int, is_sending: bool, peer: int | None, channel: int) -> tuple[_End | None, int]:
         """(the FIFO's end on this rank, number of the message in a tile) of a step's message, if any."""
@@ -146,10 +168,10 @@ class _Lowering:
             worker = chunk % self._num_workers
             self._after.append([(other, rows) for other, rows in ends if other != worker])
             flags = protocol.FINISHES | protocol.IS_FIRST | protocol.IS_LAST
-            place = [protocol.OUTPUT, self._chunks.offset("output", chunk)]
+            place = [0, 0, 0, 0, protocol.OUTPUT, self._chunks.offset("output", chunk)]
             num_bytes = self._chunks.num_bytes("output", chunk)
             after = [len(self._after) - 1, len(self._after[-1])]
-            self._rows[worker].append([flags, num_bytes, 0, 0, *place, 0, None, 0, None, 0, *after])
+            self._rows[worker].append([flags, num_bytes, *place, 0, None, 0, None, 0, *after])
 
     def _final_chunks(self) -> set[tuple[Position, int]]:
         """Where in which steps chunks of results are written that this rank doesn't access again."""
@@ -179,7 +201,8 @@ class _Lowering:
         """(number of tiles, bytes of each chunk in one)."""
         chunk_bytes = self._chunks.chunk_bytes
         largest = max((step.count for _, step in self._plan.steps() if step.op.sends), default=1)
-        most = lines.data_bytes(self._plan.protocol, self._fifos.slot_bytes // largest) & -protocol.TILE_ALIGNMENT
+        most = lines.data_bytes(self._plan.protocol, self._fifos.slot_bytes // largest)
+        most = most // self._most_width & -protocol.TILE_ALIGNMENT
         if most == 0:
             slot = f"slots of {self._fifos.slot_bytes} bytes"
             raise self._error(f"its FIFOs have {slot}, too few for {largest} chunks: wanted fewer FIFOs or less depth")
@@ -198,7 +221,8 @@ class _Lowering:
         awaited = {entry for after in self._after for entry in after}
         way, memory = self._plan.protocol, self._fifos.memory
         words = [self._num_tiles, self._tile_bytes, self._fifos.slot_bytes, self._plan.fifo_depth, memory.words]
-        words += [lines.PROTOCOLS.index(way), lines.message_bytes(way, self._tile_bytes), self._num_flags()]
+        words += [lines.PROTOCOLS.index(way), lines.message_bytes(way, self._most_width * self._tile_bytes)]
+        words += [self._num_flags()]
         words += [memory.flag_counts[way], memory.slots[way], memory.num_bytes[way]]
         row_at, at = first_row, first_fifo
         for worker in range(self._num_workers):

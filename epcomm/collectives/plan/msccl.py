@@ -62,10 +62,11 @@ def from_msccl(
     collective = Collective(kind, num_ranks, _num_chunks(algo, kind, gpus[root]), root)
     programs = tuple(_programs(gpus[rank], local_operand) for rank in range(num_ranks))
     scratch = max(gpu.integer("s_chunks", 0) for gpu in gpus.values())
-    return Plan(
-        algo.text("name"), collective, programs, scratch, fifo_depth, in_place=in_place, out_of_place=out_of_place,
-        protocol=_PROTOCOL_OF_PROTO[proto],
-    )  # fmt: skip
+    name, protocol = algo.text("name"), _PROTOCOL_OF_PROTO[proto]
+    try:
+        return Plan(name, collective, programs, scratch, fifo_depth, in_place, out_of_place, protocol)
+    except ConfigError as error:
+        algo.wrong(str(error))
 
 
 def _num_chunks(algo: Element, kind: str, gpu: Element) -> int:
@@ -94,10 +95,11 @@ def _program(block: Element, local_operand: str) -> Program:
     steps = list(block.find("step"))
     if [step.integer("s") for step in steps] != list(range(len(steps))):
         block.wrong("wanted steps with s from 0 on, in order")
-    channel = block.integer("chan")
-    if channel < 0:
-        block.wrong(f"chan: wanted 0 or more, got {channel}")
-    return Program(channel, tuple(_step(block, step, local_operand) for step in steps))
+    channel, found = block.integer("chan"), tuple(_step(block, step, local_operand) for step in steps)
+    try:
+        return Program(channel, found)
+    except ConfigError as error:
+        block.wrong(f"chan: {error}")
 
 
 def _step(block: Element, step: Element, local_operand: str) -> Step:

@@ -24,6 +24,8 @@ from epcomm.kernels.protocol.lines import PROTOCOLS, SIMPLE
 BUFFERS = ("input", "output", "scratch")
 #: NCCL's number of slots per connection (NCCL_STEPS).
 FIFO_DEPTH = 8
+#: Chunks of a rank, ranks, channels: whoever reads a plan keeps something for each, and adds in 64 bits.
+MOST = 1 << 24
 
 
 class Op(enum.Enum):
@@ -95,10 +97,14 @@ class Step:
             if (getattr(self, name) is not None) != is_used:
                 raise ConfigError(f"a step that does {op.value} {'needs' if is_used else 'has no'} `{name}`")
         for location in (self.src, self.dst):
-            if location is not None and (location.buffer not in BUFFERS or location.offset < 0):
-                raise ConfigError(f"a location is in {', '.join(BUFFERS)} at an offset >= 0, got {location}")
-        if self.count < (op is not Op.NOP):
-            raise ConfigError(f"a step that does {op.value} needs a count of at least 1, got {self.count}")
+            if location is not None and (location.buffer not in BUFFERS or not 0 <= location.offset < MOST):
+                wanted = f"{', '.join(BUFFERS)} at an offset from 0 to {MOST - 1}"
+                raise ConfigError(f"a location is in {wanted}, got {location}")
+        for peer in (self.receive_from, self.send_to):
+            if peer is not None and not -1 <= peer < MOST:  # -1, no rank, is for the proof to refuse
+                raise ConfigError(f"a peer is a rank, from 0 to {MOST - 1}, got {peer}")
+        if not (op is not Op.NOP) <= self.count <= MOST:
+            raise ConfigError(f"a step that does {op.value} needs a count from 1 to {MOST}, got {self.count}")
 
     def __str__(self) -> str:
         words = [self.op.value]
@@ -118,8 +124,8 @@ class Program:
     steps: tuple[Step, ...]
 
     def __post_init__(self) -> None:
-        if self.channel < 0:
-            raise ConfigError(f"a program's channel is an integer >= 0, got {self.channel}")
+        if not 0 <= self.channel < MOST:
+            raise ConfigError(f"a program's channel is an integer from 0 to {MOST - 1}, got {self.channel}")
 
 
 class Position(NamedTuple):
@@ -141,6 +147,9 @@ class Plan:
     besides.
 
     `in_place` and `out_of_place` say for which of the two the plan is meant; `verify` proves it for each of them.
+    `wide_sums`: sums of some ranks' 16-bit floats, which are added in float32, are also kept and sent so; a result is
+    rounded once, when it is the sum of all ranks' (`partial_sums`). Of other dtypes, and for min and max, it changes
+    nothing.
     """
 
     name: str
@@ -151,6 +160,7 @@ class Plan:
     in_place: bool = True
     out_of_place: bool = True
     protocol: str = SIMPLE
+    wide_sums: bool = False
 
     def __post_init__(self) -> None:
         if len(self.programs) != self.num_ranks:
@@ -158,6 +168,9 @@ class Plan:
         for name, least in (("scratch_chunks", 0), ("fifo_depth", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"plan {self.name}: {name}: wanted at least {least}, got {getattr(self, name)}")
+        most = max(self.bases(rank, in_place=False)[-1] for rank in range(self.num_ranks))
+        if most > MOST:
+            raise ConfigError(f"plan {self.name}: wanted up to {MOST} chunks on a rank, got {most}")
         if not (self.in_place or self.out_of_place):
             raise ConfigError(f"plan {self.name}: it has to be in place, out of place, or both")
         if self.protocol not in PROTOCOLS:
@@ -175,7 +188,7 @@ class Plan:
     def _hash(self) -> int:
         """Computed once: bound operations are looked up by their plan."""
         try:
-            shape = self.scratch_chunks, self.fifo_depth, self.protocol
+            shape = self.scratch_chunks, self.fifo_depth, self.protocol, self.wide_sums
             return hash((self.name, self.collective, self.programs, *shape))
         except TypeError:
             wanted = "wanted tuples throughout, so that it can't change"

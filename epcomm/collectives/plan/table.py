@@ -23,7 +23,8 @@ def print_plan(plan: Plan, console: Console | None = None) -> bool:
         after = ", ".join(f"{program}:{number}" for program, number in step.after)
         table.add_row(str(position.rank), place, str(position.step), escape(str(step)), after)
     memory = f"{plan.scratch_chunks} chunks of scratch"
-    _print(console, f"{plan.name}: {plan.collective}, {placements}, {memory}, protocol {plan.protocol}")
+    sums = ", partial sums in float32" if plan.wide_sums else ""
+    _print(console, f"{plan.name}: {plan.collective}, {placements}, {memory}, protocol {plan.protocol}{sums}")
     console.print(table)
     return print_verdict(plan, console)
 
@@ -41,7 +42,8 @@ def print_verdict(plan: Plan, console: Console) -> bool:
 
 def _proof_text(plan: Plan, proof: Proof) -> str:
     bits = "the same bits on all ranks" if proof.same_bits else "bits that differ between ranks"
-    rounds = f"rounds {proof.roundings} times, {bits}" if plan.collective.is_reduction else "rounds nothing"
+    times = "once" if proof.roundings == 1 else f"{proof.roundings} times"
+    rounds = f"rounds {times}, {bits}" if plan.collective.is_reduction else "rounds nothing"
     sent = f"{proof.num_messages} messages of {proof.num_chunks_sent} chunks in all"
     return f"proven at a FIFO depth of {plan.fifo_depth}; {rounds}; {plan.num_steps} steps, {sent}"
 

@@ -31,9 +31,10 @@ from epcomm.collectives.plan.symbols import Symbols
 class Proof:
     """What holds for a plan besides that it is right.
 
-    `roundings`: the largest number of sums that an input goes through on its way to an output, each of which rounds
-    once. `same_bits`: all ranks' results are the same sums in the same order, up to the order of a sum's two operands.
-    `num_messages` and `num_chunks_sent` are of all ranks together.
+    `roundings`: how often a result of 16-bit sums is rounded. That is the largest number of sums that an input goes
+    through on its way to an output; once, if there are any, with `Plan.wide_sums`. `same_bits`: all ranks' results are
+    the same sums in the same order, up to the order of a sum's two operands. `num_messages` and `num_chunks_sent` are
+    of all ranks together.
     """
 
     roundings: int
@@ -52,7 +53,8 @@ def verify(plan: Plan) -> Proof:
         symbols = Symbols(graph, steps, order, in_place)
         symbols.check()
     is_sent = (graph.flags & passes.SENDS) > 0
-    return Proof(symbols.roundings, symbols.same_bits, int(is_sent.sum()), int(graph.count[is_sent].sum()))
+    roundings = min(symbols.roundings, 1) if plan.wide_sums else symbols.roundings
+    return Proof(roundings, symbols.same_bits, int(is_sent.sum()), int(graph.count[is_sent].sum()))
 
 
 def execution_order(graph: Graph) -> np.ndarray:

@@ -41,14 +41,17 @@ class Fold:
     combine: Callable[[Any, Any, Any, Any], Any]
     #: ``(builder, accumulator, divisor) -> accumulator``, once per column at the end; the divisor is the call's
     finish: Callable[[Any, Any, Any], Any] | None = None
+    #: of source 0, if that is another one than the others'
+    first: Format | None = None
     weighted: bool = False
     #: when streaming; for sources so short that the hardware's prefetcher is still learning when they end
     prefetch: bool = False
 
     @property
     def step_items(self) -> int:
-        """The least number of items that fill whole vectors of both formats."""
-        return VECTOR_BYTES // min(self.input.item_bytes, self.output.item_bytes)
+        """The least number of items that fill whole vectors of all formats."""
+        formats = self.input, self.output, self.first or self.input
+        return VECTOR_BYTES // min(each.item_bytes for each in formats)
 
     def block_items(self, accumulators: int) -> int:
         """Items of whole steps in a block of at most so many accumulators, but at least one step."""
@@ -69,7 +72,6 @@ def _columns(fold: Fold, items: int, streaming: bool = False) -> Any:
     def columns(typingctx, destination, sources, weights, divisor, num_sources, first, ahead_sources, ahead):
         def codegen(context, builder, signature, args):
             destination, sources, weights, divisor, num_sources, first, ahead_sources, ahead = args
-            in_offset = builder.mul(first, I64(fold.input.item_bytes))
             out_offset = builder.mul(first, I64(fold.output.item_bytes))
             if fold.weighted:
                 # without weights every source's weight is read from the same constant
@@ -79,7 +81,9 @@ def _columns(fold: Fold, items: int, streaming: bool = False) -> Any:
                 weight_bytes = builder.select(plain, I64(0), I64(4))
 
             def fold_source(k, accumulators):
-                source = builder.add(load_word(builder, sources, k), in_offset)
+                stored = fold.input if accumulators or fold.first is None else fold.first
+                offset = builder.mul(first, I64(stored.item_bytes))
+                source = builder.add(load_word(builder, sources, k), offset)
                 weight = None
                 if fold.weighted:
                     weight = builder.load(pointer(builder, builder.add(weights, builder.mul(k, weight_bytes)), F32))
@@ -88,8 +92,9 @@ def _columns(fold: Fold, items: int, streaming: bool = False) -> Any:
                     for line in range(0, in_bytes, VECTOR_BYTES):
                         prefetch(builder, builder.add(ahead_source, I64(line)))
                 values: Values = []
-                for at in range(0, in_bytes, VECTOR_BYTES):
-                    values += fold.input.load(builder, builder.add(source, I64(at)), vector=not single)
+                for at in range(0, items * stored.item_bytes, VECTOR_BYTES):
+                    values += stored.load(builder, builder.add(source, I64(at)), vector=not single)
+                values = convert(builder, values, stored, fold.input)
                 return [
                     fold.combine(builder, accumulator, value, weight)
                     for accumulator, value in zip(accumulators or [None] * len(values), values, strict=True)

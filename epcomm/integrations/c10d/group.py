@@ -40,6 +40,9 @@ class Group(dist.ProcessGroup):
     def _get_backend(self, device: torch.device) -> Any:
         return self
 
+    def get_group_store(self) -> dist.Store:
+        return self._store
+
     def getBackendName(self) -> str:
         return "epcomm"
 

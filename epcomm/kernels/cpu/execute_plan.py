@@ -2,7 +2,8 @@
 
 A worker's row: wait for what its step needs | copy or reduce one chunk's part of the tile | tell who waits for it.
 What goes to a rank of another host is put from this rank's departures. Messages in lines, see `protocol.lines`, it
-takes, computes and passes on in pieces: the next rank has the first ones before the last ones are here.
+takes, computes and passes on in pieces: the next rank has the first ones before the last ones are here. Partial sums
+may be wider than what is summed: sizes and offsets are of that, unless a row says that an operand is WIDE.
 
 Edges
   WAR  ARRIVED: the peer has ended its last operation: nobody reads or writes the slots, whatever they were used for,
@@ -18,23 +19,16 @@ from __future__ import annotations
 from epcomm.device import control
 from epcomm.device.control import LINE
 from epcomm.device.cpu.compile import device, kernel
-from epcomm.device.cpu.function import call6
-from epcomm.device.cpu.memory import copy, copy_streaming, fence, set_word, store_release, word, zero_bytes
+from epcomm.device.cpu.memory import fence, set_word, store_release, word, zero_bytes
 from epcomm.device.cpu.network import put, raise_word
 from epcomm.device.cpu.peers import peer, window_of_collectives
 from epcomm.device.cpu.waiting import meet, wait
 from epcomm.kernels.cpu.flagged_lines import place_of, receive_flagged, send_flagged
+from epcomm.kernels.cpu.plan_moves import move, scaled
 from epcomm.kernels.protocol import collectives, lines, sites
 from epcomm.kernels.protocol import plans as protocol
 
 _SIMPLE = lines.PROTOCOLS.index(lines.SIMPLE)
-
-
-@device
-def _address(args, buffer, offset):
-    if buffer == protocol.INPUT:
-        return word(args, collectives.X) + offset
-    return word(args, collectives.OUT if buffer == protocol.OUTPUT else collectives.SCRATCH) + offset
 
 
 @device
@@ -117,57 +111,27 @@ def _meet_everyone(ctx, args, worker):
 
 
 @device
-def _store(args, flags, to, source, num_bytes):
-    """Copies to a row's destination."""
-    if flags & protocol.IS_FINAL and word(args, collectives.STREAMING):
-        copy_streaming(to, source, num_bytes)
-    elif to != source:
-        copy(to, source, num_bytes)
-
-
-@device
-def _move(ctx, args, row, worker, start, num_bytes, message, slot):
-    """Does a row's copy or sum of `num_bytes` from byte `start` of its chunk on; messages are at `message`, `slot`."""
-    flags = word(row, protocol.FLAGS)
-    source = _address(args, word(row, protocol.SRC_BUFFER), word(row, protocol.SRC_OFFSET) + start)
-    to = _address(args, word(row, protocol.DST_BUFFER), word(row, protocol.DST_OFFSET) + start)
-    if flags & (protocol.REDUCES | protocol.FINISHES):
-        size = word(ctx, control.SIZE)
-        operands = word(args, collectives.SOURCES) + worker * size * 8
-        if flags & protocol.FINISHES:
-            set_word(operands, 0, to)
-            call6(word(args, collectives.FINISH), to, operands, 1, num_bytes, size, 0)
-            return
-        set_word(operands, 0, source)
-        set_word(operands, 1, message if flags & protocol.RECEIVES else to)
-        total = slot if flags & protocol.SENDS else to
-        streaming = 1 if flags & protocol.IS_FINAL and total == to and word(args, collectives.STREAMING) else 0
-        call6(word(args, collectives.REDUCE), total, operands, 2, num_bytes, size, streaming)
-        if flags & protocol.WRITES and total != to:
-            _store(args, flags, to, total, num_bytes)
-        return
-    if flags & protocol.RECEIVES:
-        source = message
-    if flags & protocol.SENDS and slot != source:
-        copy(slot, source, num_bytes)
-    if flags & protocol.WRITES:
-        _store(args, flags, to, source, num_bytes)
-
-
-@device
 def _move_lines(ctx, args, table, row, worker, start, num_bytes, rank, message, flag, slot, sent_flag):
     """As `_move`, of messages in lines, `rank`'s with `flag`: from and to the worker's stage, piece by piece."""
     flags, way = word(row, protocol.FLAGS), word(table, protocol.PROTOCOL)
-    stage = word(args, collectives.STAGES) + worker * lines.PIECE_BYTES
-    for at in range(0, num_bytes, lines.PIECE_BYTES):
-        size, place = min(lines.PIECE_BYTES, num_bytes - at), place_of(way, at)
+    stage = made = word(args, collectives.STAGES) + worker * lines.STAGE_BYTES
+    piece_bytes = lines.PIECE_BYTES
+    if flags & protocol.ANY_WIDE:
+        piece_bytes = lines.PIECE_BYTES // protocol.WIDE
+        if flags & protocol.REDUCES:
+            made = stage + lines.PIECE_BYTES
+    for at in range(0, num_bytes, piece_bytes):
+        size = min(piece_bytes, num_bytes - at)
         if flags & protocol.RECEIVES:
-            status = receive_flagged(ctx, way, stage, message + place, size, flag, rank)
+            taken = message + place_of(way, scaled(flags, protocol.WIDE_OTHER, at))
+            num_taken = scaled(flags, protocol.WIDE_OTHER, size)
+            status = receive_flagged(ctx, way, stage, taken, num_taken, flag, rank)
             if status != control.OK:
                 return status
-        _move(ctx, args, row, worker, start + at, size, stage, stage)
+        move(ctx, args, row, worker, start + at, size, stage, made)
         if flags & protocol.SENDS:
-            send_flagged(way, slot + place, stage, size, sent_flag)
+            left = slot + place_of(way, scaled(flags, protocol.WIDE_RESULT, at))
+            send_flagged(way, left, made, scaled(flags, protocol.WIDE_RESULT, size), sent_flag)
     return control.OK
 
 
@@ -208,10 +172,11 @@ def _do_row(ctx, args, table, row, tile, worker):
     start = tile * word(table, protocol.TILE_BYTES)
     num_bytes = min(word(table, protocol.TILE_BYTES), word(row, protocol.BYTES) - start)
     if num_bytes > 0 and (is_simple or not flags & (protocol.RECEIVES | protocol.SENDS)):
-        _move(ctx, args, row, worker, start, num_bytes, message, slot)
+        move(ctx, args, row, worker, start, num_bytes, message, slot)
         if flags & protocol.SENDS and peer(ctx, sent_to) == 0:
             to_offset, from_offset = word(to, protocol.SLOTS) + place, word(to, protocol.DEPARTURES) + place
-            put(ctx, window_of_collectives(ctx), sent_to, to_offset, from_offset, num_bytes)
+            num_put = scaled(flags, protocol.WIDE_RESULT, num_bytes)
+            put(ctx, window_of_collectives(ctx), sent_to, to_offset, from_offset, num_put)
     elif num_bytes > 0:
         before = _first_flag(args, table, worker)
         status = _move_lines(

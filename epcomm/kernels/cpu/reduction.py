@@ -31,6 +31,9 @@ from epcomm.kernels.protocol.arithmetic import canonical_reduction, has_finish, 
 #: ``int64 f(int64 destination, int64 sources, int64 num_sources, int64 num_bytes, int64 divisor, int64 streaming)``
 REDUCTION_SIGNATURE = types.int64(*[types.int64] * 6)
 
+#: Are they partial results: the first array, the second, the result; by these three as bits.
+WIDTHS = [(bits & 1 > 0, bits & 2 > 0, bits & 4 > 0) for bits in range(8)]
+
 
 @functools.cache
 def reduction(dtype: torch.dtype, op: str) -> Kernel:
@@ -44,35 +47,44 @@ def reduction(dtype: torch.dtype, op: str) -> Kernel:
     integers wrap, and ``avg`` is the sum divided by `divisor`, truncated toward zero for integers. For bool,
     ``sum`` and ``max`` are or, ``prod`` and ``min`` are and. Complex numbers are reduced by components.
     """
-    return _compile(dtype, dtype, dtype, op)
+    return _compile(dtype, op, False, False, False)
 
 
 def partial_reduction(dtype: torch.dtype, op: str) -> Kernel:
     """The first step of a reduction in two: of some ranks' inputs, in `partial_dtype`. `num_bytes` are an input's."""
-    return _compile(dtype, dtype, partial_dtype(dtype, op), sum_of(op))
+    return _compile(dtype, sum_of(op), False, False, True)
 
 
 def final_reduction(dtype: torch.dtype, op: str) -> Kernel:
     """The second step: of partial results, which it rounds, if at all, as `reduction`. `num_bytes` are the result's."""
-    return _compile(dtype, partial_dtype(dtype, op), dtype, op)
+    return _compile(dtype, op, True, True, False)
 
 
-def _compile(dtype: torch.dtype, source: torch.dtype, target: torch.dtype, op: str) -> Kernel:
-    """`op` of `dtype`, of numbers that are stored as `source` to such as `target`: each is `dtype` or its partials'."""
+def reduction_of_two(dtype: torch.dtype, op: str, first: bool, second: bool, result: bool) -> Kernel:
+    """Of two arrays, each an input or a partial result, to either: a result that isn't partial is rounded and finished.
+
+    `num_bytes` are those of an array that isn't partial.
+    """
+    return _compile(dtype, sum_of(op) if result else op, first, second, result)
+
+
+def _compile(dtype: torch.dtype, op: str, first: bool, others: bool, result: bool) -> Kernel:
+    """`op` of `dtype`, of arrays each of which is in that dtype or a partial result: the first, all others."""
     canonical, op = canonical_reduction(dtype, op)
     FORMATS[canonical].check_available()
-    formats = [canonical if stored is dtype else stored for stored in (source, target)]
-    return _compile_canonical(canonical, *formats, op)
+    wide = partial_dtype(canonical, op)
+    return _compile_canonical(canonical, op, *(wide if is_wide else canonical for is_wide in (first, others, result)))
 
 
 @functools.cache
-def _compile_canonical(dtype: torch.dtype, source: torch.dtype, target: torch.dtype, op: str) -> Kernel:
-    fmt, input_format, output_format = FORMATS[dtype], FORMATS[source], FORMATS[target]
+def _compile_canonical(
+    dtype: torch.dtype, op: str, first: torch.dtype, others: torch.dtype, result: torch.dtype
+) -> Kernel:
+    fmt, formats = FORMATS[dtype], [FORMATS[each] for each in (first, others, result)]
     finish = functools.partial(_divide, fmt) if has_finish(op) else None
-    name = f"reduction-{str(dtype).removeprefix('torch.')}-{op}"
-    if source is not target:
-        name += "-final" if target is dtype else "-partial"
-    fold = make_fold(name, Fold(input_format, output_format, _combine(fmt, op), finish))
+    widths = "".join("n" if each is dtype else "w" for each in (first, others, result))
+    name = f"reduction-{str(dtype).removeprefix('torch.')}-{op}-{widths}"
+    fold = make_fold(name, Fold(formats[1], formats[2], _combine(fmt, op), finish, first=formats[0]))
     item_bytes = fmt.item_bytes
 
     def reduce(destination, sources, num_sources, num_bytes, divisor, streaming):

@@ -29,7 +29,7 @@ from epcomm.kernels.cpu.execute_plan import execute_plan
 from epcomm.kernels.cpu.float8_row_sum import float8_row_sum
 from epcomm.kernels.cpu.point_to_point import recv, send
 from epcomm.kernels.cpu.quantize_rows import quantize_row
-from epcomm.kernels.cpu.reduction import final_reduction, partial_reduction, reduction
+from epcomm.kernels.cpu.reduction import WIDTHS, final_reduction, partial_reduction, reduction, reduction_of_two
 from epcomm.kernels.cpu.route import route
 from epcomm.kernels.cpu.row_sum import row_sum
 from epcomm.kernels.protocol import collectives, expert_parallel
@@ -116,11 +116,13 @@ class CpuTarget:
         return num_programs
 
     def execute_plan(
-        self, args: np.ndarray, reduction_of: tuple[torch.dtype, str] | None, protocol: str
+        self, args: np.ndarray, reduction_of: tuple[torch.dtype, str] | None, protocol: str, is_wide: bool
     ) -> Kernel:
-        if reduction_of is not None:
+        if reduction_of is not None and is_wide:
+            args[collectives.SUMS :] = [reduction_of_two(*reduction_of, *widths).address for widths in WIDTHS]
+        elif reduction_of is not None:
             dtype, op = reduction_of
-            args[collectives.REDUCE] = reduction(dtype, sum_of(op)).address
+            args[collectives.SUMS] = reduction(dtype, sum_of(op)).address
             args[collectives.FINISH] = reduction(dtype, op).address if has_finish(op) else 0
         return execute_plan
 

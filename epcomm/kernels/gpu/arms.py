@@ -14,7 +14,7 @@ from epcomm.device.gpu.compile import Kernel
 from epcomm.kernels.gpu.target import GpuKernels
 from epcomm.kernels.protocol import collectives
 from epcomm.kernels.protocol.arithmetic import COMBINE_FORMS, ROW_SUM_DTYPES, SWITCH_DTYPES, SWITCH_OPS, supported_ops
-from epcomm.kernels.protocol.lines import IN_LINES, PROTOCOLS, SIMPLE
+from epcomm.kernels.protocol.lines import IN_LINES, LL128, PROTOCOLS, SIMPLE
 
 _BF16, _F16, _F32, _F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 _INTEGERS = tuple(getattr(torch, f"{sign}int{bits}") for bits in (8, 16, 32, 64) for sign in ("", "u"))
@@ -62,6 +62,10 @@ REDUCTIONS = (
 )
 MORE_REDUCTIONS = tuple((dtype, op) for dtype in (_BF16, _F16, _F32, _F64, *_INTEGERS) for op in supported_ops(dtype))
 
+#: (reduction, protocol) of plans whose partial sums are float32
+WIDE_SUMS = [((_BF16, "sum"), SIMPLE), ((_F16, "avg"), LL128)]
+MORE_WIDE_SUMS = [((dtype, op), way) for way in PROTOCOLS for dtype in (_BF16, _F16) for op in ("sum", "avg", "prod")]
+
 
 def _block(root: int = -1, are_alone: bool = False) -> np.ndarray:
     """What a target reads in a collective's parameter block to choose an arm."""
@@ -96,13 +100,14 @@ def _network_arms(network: str, everything: bool) -> Iterator[Kernel]:
     yield from (kernels.barrier(), kernels.send(), kernels.recv())
     yield from (kernels.exchange(_block(), None, True), kernels.exchange(_block(root=0), None, True))
     yield kernels.reduce(_block(), "rails", _BF16, "sum")
-    yield kernels.execute_plan(_NOTHING, (_BF16, "sum"), SIMPLE)
+    yield kernels.execute_plan(_NOTHING, (_BF16, "sum"), SIMPLE, False)
     if everything:
         yield from _expert_parallel_arms(kernels, QUANTIZED, COMBINES, QUANTIZED_COMBINES, False)
         yield kernels.reduce(_block(), "rails", _F32, "sum")
         yield kernels.reduce(_block(are_alone=True), "rails", _BF16, "sum")
         yield kernels.exchange(_block(), (_BF16, "sum"), True)
-        yield kernels.execute_plan(_NOTHING, None, SIMPLE)
+        yield kernels.execute_plan(_NOTHING, (_BF16, "sum"), SIMPLE, True)
+        yield kernels.execute_plan(_NOTHING, None, SIMPLE, False)
     else:
         yield from (kernels.exchange_counts(256, 8), kernels.dispatch(256, 8, False))
         by_rank = kernels.combine(_NOTHING, COMBINES[0], 8, True, None)
@@ -135,11 +140,13 @@ def _arms(
         yield from (kernels.reduce(_block(are_alone=alone), "rails", *reduction) for alone in (False, True))
         yield kernels.exchange(_block(), reduction, True)
     for way in PROTOCOLS:
-        yield kernels.execute_plan(_NOTHING, None, way)
+        yield kernels.execute_plan(_NOTHING, None, way, False)
     for reduction in reductions if everything else reductions[::8]:
-        yield kernels.execute_plan(_NOTHING, reduction, SIMPLE)
+        yield kernels.execute_plan(_NOTHING, reduction, SIMPLE, False)
     for reduction, way in itertools.product(reductions if everything else reductions[:1], IN_LINES):
-        yield kernels.execute_plan(_NOTHING, reduction, way)
+        yield kernels.execute_plan(_NOTHING, reduction, way, False)
+    for reduction, way in MORE_WIDE_SUMS if everything else WIDE_SUMS:
+        yield kernels.execute_plan(_NOTHING, reduction, way, True)
     for dtype, op in itertools.product(SWITCH_DTYPES, SWITCH_OPS):
         yield kernels.reduce(_NOTHING, "multimem", dtype, op)
 

@@ -4,7 +4,8 @@ A worker's row: wait for what its step needs | copy or reduce one chunk's part o
 Programs wait for one another in both directions, so all of them have to be on the GPU at the same time; one alone does
 all rows in an order that waits for none of its own. Messages in lines, see `protocol.lines`, it takes, computes and
 passes on in pieces: the next rank has the first ones before the last ones are here. What goes to a rank of another node
-is put from this rank's departures.
+is put from this rank's departures. Sizes and offsets are of what is summed, unless a row says that an operand is WIDE:
+partial sums are PARTIAL.
 
 Edges
   WAR  ARRIVED: the peer has ended its last operation: nobody reads or writes the slots, whatever they were used for,
@@ -22,23 +23,13 @@ import triton.language as tl
 from epcomm.device import control
 from epcomm.device.gpu.compile import all_programs, kernel
 from epcomm.device.gpu.machine import device, opaque
-from epcomm.device.gpu.memory import copy, set_word, store_release, word, zero_bytes
+from epcomm.device.gpu.memory import set_word, store_release, word, zero_bytes
 from epcomm.device.gpu.network import quiet, raise_word, start_put
 from epcomm.device.gpu.waiting import enter, leave, meet, peer, wait, window_of_collectives
 from epcomm.kernels.gpu.flagged_lines import place_of, receive_flagged, send_flagged
-from epcomm.kernels.gpu.reduction import reduce_listed
+from epcomm.kernels.gpu.plan_moves import move, scaled
 from epcomm.kernels.protocol import collectives, lines, sites
 from epcomm.kernels.protocol import plans as protocol
-
-
-@device
-def _address(args, x, out, buffer, offset):
-    base = word(args, collectives.SCRATCH)
-    if buffer == protocol.INPUT:
-        base = x
-    if buffer == protocol.OUTPUT:
-        base = out
-    return base + offset
 
 
 @device
@@ -123,45 +114,6 @@ def _meet_everyone(ctx, args, fingerprint, table, worker, NETWORK: tl.constexpr)
 
 
 @device
-def _move(ctx, args, x, out, row, worker, start, num_bytes, message, slot,
-          DTYPE: tl.constexpr, OP: tl.constexpr, FINISHES: tl.constexpr):  # fmt: skip
-    """Does a row's copy or sum of `num_bytes` from byte `start` of its chunk on; messages are at `message`, `slot`."""
-    flags = word(row, protocol.FLAGS)
-    source = _address(args, x, out, word(row, protocol.SRC_BUFFER), word(row, protocol.SRC_OFFSET) + start)
-    to = _address(args, x, out, word(row, protocol.DST_BUFFER), word(row, protocol.DST_OFFSET) + start)
-    receives, sends = (flags & protocol.RECEIVES) != 0, (flags & protocol.SENDS) != 0
-    is_sum = (flags & protocol.REDUCES) != 0
-    if receives & (is_sum == 0):
-        source = message
-    if OP != "none":
-        SUM: tl.constexpr = "sum" if FINISHES else OP
-        ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
-        size, num_items = word(ctx, control.SIZE), num_bytes // ITEM
-        operands = word(args, collectives.SOURCES) + worker * size * 8
-        if is_sum:
-            other, total = to, to
-            if receives:
-                other = message
-            if sends:
-                total = slot
-            set_word(operands, 0, source)
-            set_word(operands, 1, other)
-            tl.debug_barrier()
-            reduce_listed(total, operands, tl.cast(2, tl.int64), num_items, size, DTYPE, DTYPE, SUM)
-            tl.debug_barrier()  # what is copied below may have been computed by other threads
-            source, sends = total, False
-        if FINISHES:
-            if (flags & protocol.FINISHES) != 0:
-                set_word(operands, 0, to)
-                tl.debug_barrier()
-                reduce_listed(to, operands, tl.cast(1, tl.int64), num_items, size, DTYPE, DTYPE, OP)
-    if sends & (slot != source):
-        copy(slot, source, num_bytes)
-    if ((flags & protocol.WRITES) != 0) & (to != source):
-        copy(to, source, num_bytes)
-
-
-@device
 def _received(ctx, args, table, row, tile):
     """(the FIFO's record, and `_message`) of what a row receives."""
     fifo = table + 8 * word(row, protocol.RECEIVE)
@@ -192,28 +144,35 @@ def _put(ctx, fifo, slot, num_bytes, NETWORK: tl.constexpr):
 
 @device
 def _move_lines(ctx, args, fingerprint, x, out, table, row, tile, worker,
-                DTYPE: tl.constexpr, OP: tl.constexpr, PROTOCOL: tl.constexpr):  # fmt: skip
+                DTYPE: tl.constexpr, OP: tl.constexpr, PROTOCOL: tl.constexpr, PARTIAL: tl.constexpr):  # fmt: skip
     """As `_move`, of messages in lines: from and to the worker's stage, piece by piece; returns a status."""
+    PIECE_BYTES: tl.constexpr = lines.PIECE_BYTES // protocol.WIDE if PARTIAL is not None else lines.PIECE_BYTES
     at, num_bytes, status = tl.cast(0, tl.int64), _num_bytes(table, row, tile), tl.cast(control.OK, tl.int64)
     while (at < num_bytes) & (status == control.OK):
         table, row = opaque(table), opaque(row)  # what is held from outside of the loop is spilled
-        stage = word(args, collectives.STAGES) + worker * lines.PIECE_BYTES
-        size, first_flag = tl.minimum(num_bytes - at, lines.PIECE_BYTES), _first_flag(args, table, worker)
+        stage = word(args, collectives.STAGES) + worker * lines.STAGE_BYTES
+        size, first_flag = tl.minimum(num_bytes - at, PIECE_BYTES), _first_flag(args, table, worker)
         if (word(row, protocol.FLAGS) & protocol.RECEIVES) != 0:
             fifo, _, number, message = _received(ctx, args, table, row, tile)
-            message, rank = message + place_of(at, PROTOCOL), word(fifo, protocol.PEER)
-            flag = first_flag + number
-            status = receive_flagged(ctx, fingerprint, stage, message, size, flag, rank, PROTOCOL)
+            message += place_of(scaled(row, protocol.WIDE_OTHER, at, PARTIAL), PROTOCOL)
+            rank, flag = word(fifo, protocol.PEER), first_flag + number
+            num_taken = scaled(row, protocol.WIDE_OTHER, size, PARTIAL)
+            status = receive_flagged(ctx, fingerprint, stage, message, num_taken, flag, rank, PROTOCOL)
             tl.debug_barrier()
         if status == control.OK:
-            start = tile * word(table, protocol.TILE_BYTES) + at
-            _move(ctx, args, x, out, row, worker, start, size, stage, stage, DTYPE, OP, False)
+            start, made = tile * word(table, protocol.TILE_BYTES) + at, stage
+            if PARTIAL is not None:
+                if (word(row, protocol.FLAGS) & protocol.REDUCES) != 0:
+                    made = stage + lines.PIECE_BYTES
+            move(ctx, args, x, out, row, worker, start, size, stage, made, DTYPE, OP, False, PARTIAL)
             if (word(row, protocol.FLAGS) & protocol.SENDS) != 0:
                 _, _, number, slot = _sent(ctx, args, table, row, tile, "none")
+                slot += place_of(scaled(row, protocol.WIDE_RESULT, at, PARTIAL), PROTOCOL)
+                num_sent = scaled(row, protocol.WIDE_RESULT, size, PARTIAL)
                 tl.debug_barrier()
-                send_flagged(slot + place_of(at, PROTOCOL), stage, size, first_flag + number, PROTOCOL)
+                send_flagged(slot, made, num_sent, first_flag + number, PROTOCOL)
         tl.debug_barrier()  # all threads are done with the stage
-        at += lines.PIECE_BYTES
+        at += PIECE_BYTES
     return status
 
 
@@ -226,8 +185,8 @@ def _num_bytes(table, row, tile):
 
 @device
 def _do_row(ctx, args, fingerprint, x, out, table, row, tile, worker,
-            DTYPE: tl.constexpr, OP: tl.constexpr, FINISHES: tl.constexpr, PROTOCOL: tl.constexpr,
-            NETWORK: tl.constexpr):  # fmt: skip
+            DTYPE: tl.constexpr, OP: tl.constexpr, FINISHES: tl.constexpr, PARTIAL: tl.constexpr,
+            PROTOCOL: tl.constexpr, NETWORK: tl.constexpr):  # fmt: skip
     flags, status = word(row, protocol.FLAGS), tl.cast(control.OK, tl.int64)
     is_first = (flags & protocol.IS_FIRST) != 0
     receives, sends = (flags & protocol.RECEIVES) != 0, (flags & protocol.SENDS) != 0
@@ -252,13 +211,16 @@ def _do_row(ctx, args, fingerprint, x, out, table, row, tile, worker,
     if (num_bytes > 0) & (status == control.OK):
         if (PROTOCOL == "simple") | ((receives | sends) == 0):
             start = tile * word(table, protocol.TILE_BYTES)
-            _move(ctx, args, x, out, row, worker, start, num_bytes, message, slot, DTYPE, OP, FINISHES)
+            move(ctx, args, x, out, row, worker, start, num_bytes, message, slot, DTYPE, OP, FINISHES, PARTIAL)
             if NETWORK != "none":
                 if sends:
-                    _put(ctx, table + 8 * word(row, protocol.SEND), slot, num_bytes, NETWORK)
+                    num_put = scaled(row, protocol.WIDE_RESULT, num_bytes, PARTIAL)
+                    _put(ctx, table + 8 * word(row, protocol.SEND), slot, num_put, NETWORK)
         elif PROTOCOL != "simple":
             SUM: tl.constexpr = "sum" if FINISHES else OP  # results are finished in rows without messages
-            status = _move_lines(ctx, args, fingerprint, x, out, table, row, tile, worker, DTYPE, SUM, PROTOCOL)
+            status = _move_lines(
+                ctx, args, fingerprint, x, out, table, row, tile, worker, DTYPE, SUM, PROTOCOL, PARTIAL
+            )  # fmt: skip
     if status == control.OK:
         tl.debug_barrier()  # the next row may read what other threads wrote, or write what they read
         table, row = opaque(table), opaque(row)  # what is held while items are in registers is spilled
@@ -277,8 +239,8 @@ def _do_row(ctx, args, fingerprint, x, out, table, row, tile, worker,
 
 @kernel("execute_plan", programs=all_programs, cooperative=True, max_registers=200)
 def execute_plan(ctx, args, fingerprint, x, out, num_bytes, streaming, c4, c5,
-                 DTYPE: tl.constexpr, OP: tl.constexpr, FINISHES: tl.constexpr, PROTOCOL: tl.constexpr,
-                 NETWORK: tl.constexpr):  # fmt: skip
+                 DTYPE: tl.constexpr, OP: tl.constexpr, FINISHES: tl.constexpr, PARTIAL: tl.constexpr,
+                 PROTOCOL: tl.constexpr, NETWORK: tl.constexpr):  # fmt: skip
     program, status = enter(ctx, fingerprint, NETWORK)
     x, out, table = tl.cast(x, tl.int64), tl.cast(out, tl.int64), word(args, collectives.TABLE)
     status = _meet_everyone(ctx, args, fingerprint, table, program, NETWORK)
@@ -290,7 +252,8 @@ def execute_plan(ctx, args, fingerprint, x, out, num_bytes, streaming, c4, c5,
             if status == control.OK:
                 row = rows + number * (8 * protocol.ROW_WORDS)
                 status = _do_row(
-                    ctx, args, fingerprint, x, out, table, row, tile, program, DTYPE, OP, FINISHES, PROTOCOL, NETWORK
+                    ctx, args, fingerprint, x, out, table, row, tile, program,
+                    DTYPE, OP, FINISHES, PARTIAL, PROTOCOL, NETWORK,
                 )  # fmt: skip
                 if (status == control.OK) & ((word(row, protocol.FLAGS) & protocol.IS_AWAITED) != 0):
                     store_release(_done_word(args, program), _done_value(ctx, num_rows, tile, number + 1))

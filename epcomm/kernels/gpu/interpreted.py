@@ -77,8 +77,10 @@ class InterpretedTarget(GpuTarget):
     def moves_whole_lines(self, segment: SymmetricSegment) -> bool:
         return True  # flags are stored after the data: see `flagged_lines`
 
-    def execute_plan(self, args: np.ndarray, reduction: tuple[torch.dtype, str] | None, protocol: str) -> Kernel:
-        return super().execute_plan(args, reduction, protocol).on_programs(one)
+    def execute_plan(
+        self, args: np.ndarray, reduction: tuple[torch.dtype, str] | None, protocol: str, is_wide: bool
+    ) -> Kernel:
+        return super().execute_plan(args, reduction, protocol, is_wide).on_programs(one)
 
     def start(self, num_programs: int, control_regions: Sequence[Mapping], num_bytes: int) -> None:
         pass

@@ -64,6 +64,55 @@ def reduce_listed(to, sources, num_sources, num_items, divisor,
 
 
 @device
+def reduce_two(to, first, second, num_items, divisor, is_first_partial, is_second_partial, is_partial,
+               DTYPE: tl.constexpr, OP: tl.constexpr):  # fmt: skip
+    """Two arrays into one. Each of the three is of 16-bit floats, DTYPE, at any address, or partial: of float32, at a
+    multiple of 16. ``avg`` divides what isn't partial by `divisor`.
+    """
+    addresses, num_wide = to | first | second, tl.cast(0, tl.int64)
+    if addresses & 15 == 0:
+        num_wide = num_items // 8 * 8
+    _reduce_two_tiles(to, first, second, 0, num_wide, divisor, is_first_partial, is_second_partial, is_partial,
+                      DTYPE, OP, WIDE, WIDE, TILE_BYTES // 4)  # fmt: skip
+    if addresses & 1 == 0:
+        _reduce_two_tiles(to, first, second, num_wide, num_items, divisor, is_first_partial, is_second_partial,
+                          is_partial, DTYPE, OP, 2, 4, ITEM_TILE_ITEMS)  # fmt: skip
+    else:
+        _reduce_two_tiles(to, first, second, num_wide, num_items, divisor, is_first_partial, is_second_partial,
+                          is_partial, DTYPE, OP, 1, 4, BYTE_TILE_ITEMS)  # fmt: skip
+
+
+@device
+def _reduce_two_tiles(to, first, second, start, end, divisor, is_first_partial, is_second_partial, is_partial,
+                      DTYPE: tl.constexpr, OP: tl.constexpr, ACCESS: tl.constexpr, PARTIAL_ACCESS: tl.constexpr,
+                      TILE: tl.constexpr):  # fmt: skip
+    """Items [start, end) of the same."""
+    at = tl.cast(start, tl.int64)
+    while at < end:
+        num_items = tl.minimum(end - at, TILE)
+        total = _load_either(first, at, num_items, is_first_partial, DTYPE, ACCESS, PARTIAL_ACCESS, TILE)
+        other = _load_either(second, at, num_items, is_second_partial, DTYPE, ACCESS, PARTIAL_ACCESS, TILE)
+        total = _combine(total, other, OP)
+        if is_partial:
+            store_items(to + at * 4, total, num_items, tl.float32, PARTIAL_ACCESS, TILE)
+        else:
+            if OP == "avg":
+                total = _divide(total, divisor)
+            store_items(to + at * 2, total, num_items, DTYPE, ACCESS, TILE)
+        at += TILE
+
+
+@device
+def _load_either(address, at, num_items, is_partial, DTYPE: tl.constexpr, ACCESS: tl.constexpr,
+                 PARTIAL_ACCESS: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+    if is_partial:
+        items = load_items(address + at * 4, num_items, tl.float32, PARTIAL_ACCESS, TILE)
+    else:
+        items = load_items(address + at * 2, num_items, DTYPE, ACCESS, TILE)
+    return items
+
+
+@device
 def _reduce(to, sources, num_sources, own, staged, addresses, num_items, divisor,
             SOURCE: tl.constexpr, TARGET: tl.constexpr, OP: tl.constexpr, LISTED: tl.constexpr):  # fmt: skip
     """A reduction of arrays that `_source` finds; `addresses` are the bits in any of their addresses, and of `to`."""

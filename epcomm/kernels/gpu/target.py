@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import triton
+import triton.language as tl
 
 from epcomm.device.gpu.compile import Kernel, all_programs
 from epcomm.device.gpu.dtypes import triton_dtype
@@ -64,10 +65,15 @@ class GpuKernels:
     def plan_workers(self, num_programs: int) -> int:
         return num_programs
 
-    def execute_plan(self, args: np.ndarray, reduction: tuple[torch.dtype, str] | None, protocol: str) -> Kernel:
+    def execute_plan(
+        self, args: np.ndarray, reduction: tuple[torch.dtype, str] | None, protocol: str, is_wide: bool
+    ) -> Kernel:
         constants = NO_REDUCTION if reduction is None else reduction_constants(*reduction)
-        finishes = reduction is not None and has_finish(reduction[1])
-        return execute_plan.made_for(**constants, FINISHES=finishes, PROTOCOL=protocol, NETWORK=self.network)
+        finishes = reduction is not None and has_finish(reduction[1]) and not is_wide
+        partial = tl.float32 if is_wide else None
+        return execute_plan.made_for(
+            **constants, FINISHES=finishes, PARTIAL=partial, PROTOCOL=protocol, NETWORK=self.network
+        )
 
     def send(self) -> Kernel:
         return send.made_for(NETWORK=self.network)

@@ -44,7 +44,8 @@ NUM_SHARES = 17  # rails: in how many shares nodes finish a part, each node its 
 KEPT_OFFSET, KEPT_BYTES = 18, 19  # rails: which bytes of the result this rank gets
 # plans: addresses: counts of messages and flags, words of programs (a line each), chunks, stages of programs
 COUNTS, DONE, SCRATCH, STAGES = 20, 21, 22, 23
-NUM_WORDS = 24
+SUMS = 24  # plans: addresses of sums of two, by which of these are wide, as bits: the first, the second, the result
+NUM_WORDS = SUMS + 8
 # rows of an exchange's table: byte offsets in x and out, and byte counts, by peer
 SEND_OFFSET, SEND_BYTES, RECEIVE_OFFSET, RECEIVE_BYTES = range(4)
 

@@ -36,6 +36,8 @@ MAX_FLAG = (1 << 31) - 1
 #: Messages in lines are taken, computed and passed on in pieces of so many bytes, which are in between on a stage of
 #: each worker: whole words and lines, and not more than a CPU's first cache holds beside what is computed with it.
 PIECE_BYTES = 64 * LINE_DATA_BYTES
+#: There a sum that is wider or narrower than the message which it is computed of has a place of its own.
+STAGE_BYTES = 2 * PIECE_BYTES
 
 #: Bytes of each region per channel of a communicator: 8 slots of a ring's channel have 64 KiB of "ll"'s data each.
 LINES_BYTES = 1 << 20

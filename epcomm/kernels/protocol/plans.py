@@ -26,11 +26,17 @@ RECEIVES, SENDS, REDUCES, READS, WRITES = 1, 2, 4, 8, 16
 #: and the row: is it the first or the last of its step, do others wait for it, is its destination never used again,
 #: does it make a result of a sum
 IS_FIRST, IS_LAST, IS_AWAITED, IS_FINAL, FINISHES = 32, 64, 128, 256, 512
+#: and what has WIDE times the bytes, a partial sum in float32: its source, the message or what else is added to the
+#: source, what it makes
+WIDE_SRC, WIDE_OTHER, WIDE_RESULT = 1024, 2048, 4096
+ANY_WIDE = WIDE_SRC | WIDE_OTHER | WIDE_RESULT
+WIDE = 2
 
 # ---- table (words): a header, then [workers, WORKER_WORDS], rows, FIFOs, steps to wait for; places in it are in words
-# ARRIVED: offset of those words, by rank; PROTOCOL: its place in `lines.PROTOCOLS`; PLACE_BYTES: what TILE_BYTES take
-# in a message; NUM_FLAGS: that an operation takes; FLAG_COUNTS: the place, among the counts, of worker 0's count of
-# flags; REGION, REGION_BYTES: offset and size of all memory that slots of this protocol may be in
+# ARRIVED: offset of those words, by rank; PROTOCOL: its place in `lines.PROTOCOLS`; PLACE_BYTES: what TILE_BYTES, or
+# WIDE times as many, take in a message; NUM_FLAGS: that an operation takes; FLAG_COUNTS: the place, among the counts,
+# of worker 0's count of flags; REGION, REGION_BYTES: offset and size of all memory that slots of this protocol may be
+# in
 (
     NUM_TILES, TILE_BYTES, SLOT_BYTES, DEPTH, ARRIVED, PROTOCOL, PLACE_BYTES, NUM_FLAGS, FLAG_COUNTS, REGION,
     REGION_BYTES,
@@ -39,13 +45,14 @@ HEADER_WORDS = 11
 # of a worker: its rows, and the FIFOs that it uses
 FIRST_ROW, NUM_ROWS, FIRST_FIFO, NUM_FIFOS = range(4)
 WORKER_WORDS = 4
-# of a row: bytes of the chunk; buffers and byte offsets; offset in tiles in messages; places of FIFOs and numbers of
-# messages in them within a tile; the place and number of the steps that come before it
+# of a row: bytes of the chunk, where it isn't wide; buffers and byte offsets, OTHER of a sum without a message; offset
+# in tiles in messages; places of FIFOs and numbers of messages in them within a tile; the place and number of the steps
+# that come before it
 (
-    FLAGS, BYTES, SRC_BUFFER, SRC_OFFSET, DST_BUFFER, DST_OFFSET, PLACE,
+    FLAGS, BYTES, SRC_BUFFER, SRC_OFFSET, OTHER_BUFFER, OTHER_OFFSET, DST_BUFFER, DST_OFFSET, PLACE,
     RECEIVE, RECEIVE_NUMBER, SEND, SEND_NUMBER, FIRST_AFTER, NUM_AFTER,
-) = range(13)  # fmt: skip
-ROW_WORDS = 13
+) = range(15)  # fmt: skip
+ROW_WORDS = 15
 # of a FIFO: the rank at its other end, offsets of SENT and TAKEN and of its slots, messages in a tile, the index of
 # this end's count of messages, the offset of its departures
 PEER, SENT_WORD, TAKEN_WORD, SLOTS, NUM_MESSAGES, COUNT, DEPARTURES = range(7)
