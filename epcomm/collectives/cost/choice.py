@@ -38,6 +38,9 @@ PIECES = (1, 2, 4, 8)
 _MANY_RANKS = 512
 #: What is no slower than that is as fast, and the fewest channels win: what NCCL's model of its symmetric kernels does.
 _ABOUT = 1.025
+#: A plan has to be so many times cheaper than a kernel: as far as prices and simulations may be apart, and no run
+#: has confirmed prices yet.
+_SURE = 1.28
 #: bytes of an element
 DTYPES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
@@ -207,6 +210,7 @@ def choose(request: Request) -> Candidate:
         else:
             class_of_size = replace(request, num_bytes=octave(request.num_bytes))
             found, _ = _priced(class_of_size, algorithms_of(request.kind), (KERNEL, *request.protocols))
+            found.sort(key=lambda each: each.microseconds / (_SURE if each.is_kernel else 1.0))
     chosen = replace(next(allowed(request, found), _kernel(request, kernel)), request=request)
     return _price(chosen, _schedule(request, chosen.algorithm)) if chosen.has_price else chosen
 
