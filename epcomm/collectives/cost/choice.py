@@ -168,9 +168,12 @@ class Candidate:
         """The plan, event by event on the machine's links."""
         from epcomm.simulation.events import simulate
 
+        machine = self.request.machine
+        num_workers = 1 if machine.is_of_cores else None  # of cores each rank is taken to have one
         return simulate(
-            self.plan, self.request.num_bytes, self.request.machine.routed, self.costs, wide_sums=self.wide_sums
-        )
+            self.plan, self.request.num_bytes, machine.routed, self.costs,
+            wide_sums=self.wide_sums, num_workers=num_workers,
+        )  # fmt: skip
 
 
 def candidates(
