@@ -298,7 +298,7 @@ def test_explain_takes_an_algorithm_and_tells_roundings():
     cores = run("--ranks", "4", "--bytes", "6710884", "--topology", "two_socket_host", "--algorithm", "two_shot")
     assert "Bytes dominate" in cores and "There is room up to the bound" in cores
     ring = run("--ranks", "5", "--topology", "ring", "--bytes", "65536", "--algorithm", "ring")
-    assert "cut bound: " in ring and "1 channel, in 1 piece" in ring and "inf" not in ring
+    assert "cut bound: " in ring and "1 channel, in 4 pieces" in ring and "inf" not in ring
     uneven = run("--ranks", "12")
     assert "no price: it is known among nodes of one size only; these have 4 to 8 ranks" in uneven
     large = run("--ranks", "256", "--bytes", "1048576", "--trace", "unwritten.json")
