@@ -158,7 +158,8 @@ def _from_root(world: World) -> list[Round]:
 
 def _two_shot_broadcast(world: World) -> list[Round]:
     """The root gives each rank a block, who gives it to all but the root."""
-    groups = np.tile(world.ranks[world.ranks != world.root], (world.num_ranks, 1))
+    others = world.ranks[world.ranks != world.root]
+    groups = np.broadcast_to(others, (world.num_ranks, len(others)))  # a view: `to_each` refuses too many
     return scaled(_from_root(world) + to_each(world.ranks, groups, 1.0), 1 / world.num_ranks)
 
 
