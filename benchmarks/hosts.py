@@ -30,8 +30,8 @@ if __package__ in (None, ""):
 
 import epcomm
 from benchmarks import results
-from epcomm import rendezvous
 from epcomm.testing import namespaces
+from epcomm.world import rendezvous
 
 TOPK = 8
 WORLDS = [0, 1], [0, 0, 1, 1], [0, 1, 2]  # the node of each rank

@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from epcomm.agreement import check_topology
 from epcomm.collectives.bind import Binder
 from epcomm.collectives.checks import check_timeout
 from epcomm.collectives.methods import Collectives
 from epcomm.collectives.movement import Movement
-from epcomm.collectives.ops import Reductions
 from epcomm.collectives.planned import PlanBinder
 from epcomm.collectives.point_to_point import PointToPoint
+from epcomm.collectives.reductions import Reductions
 from epcomm.errors import ConfigError, EpcommError, UnsupportedError
-from epcomm.hub import Hub
 from epcomm.kernels.protocol.collectives import collective_regions
 from epcomm.kernels.target import Target
 from epcomm.moe.config import make_config
@@ -26,6 +24,8 @@ from epcomm.moe.hierarchical import HierarchicalExpertParallel, check_nodes
 from epcomm.moe.placement import Placement
 from epcomm.runtime import Runtime
 from epcomm.work import Fifo
+from epcomm.world.agreement import check_topology
+from epcomm.world.hub import Hub
 
 if TYPE_CHECKING:
     from epcomm.topology import Topology

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from epcomm import bootstrap, rendezvous
-from epcomm.agreement import Terms, agree
 from epcomm.communicator import Communicator
 from epcomm.errors import ClosedError, ConfigError, UnsupportedError
-from epcomm.host_transport import TRANSPORTS
+from epcomm.hosts.transport import TRANSPORTS
 from epcomm.kernels.cpu.target import CpuTarget
 from epcomm.kernels.target import Target, make_target
 from epcomm.runtime import LONGEST_TIMEOUT
+from epcomm.world import bootstrap, rendezvous
+from epcomm.world.agreement import Terms, agree
 
 if TYPE_CHECKING:
     from epcomm.topology import Topology

@@ -26,7 +26,7 @@ from typing import Any
 import cloudpickle
 
 from epcomm.errors import ConfigError, EpcommError, PeerFailedError, PeerLostError
-from epcomm.rendezvous import LaunchedRank, launched_rank
+from epcomm.world.rendezvous import LaunchedRank, launched_rank
 
 _GRACE = 5.0  # seconds that the other ranks get to end by themselves after the first failure
 _PR_SET_PDEATHSIG = 1

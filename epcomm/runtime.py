@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from epcomm.abort import AbortRegion
 from epcomm.device import control
 from epcomm.device.cpu.launch import Pool, load_claim, load_leave
 from epcomm.errors import (
@@ -24,14 +23,15 @@ from epcomm.errors import (
     PeerFailedError,
     TimeoutError,
 )
-from epcomm.failures import awaited, error_found, mismatch_found
 from epcomm.heap.cpu import SymmetricSegment
-from epcomm.host_transport import connect_proxy
-from epcomm.hub import Hub
+from epcomm.hosts.transport import connect_proxy
 from epcomm.kernels.protocol.collectives import CollectiveRegions
 from epcomm.kernels.target import Kernel, Target
-from epcomm.liveness import watch_peers
 from epcomm.operation import Context, Operation, OperationTexts, ParameterBlock
+from epcomm.world.abort import AbortRegion
+from epcomm.world.failures import awaited, error_found, mismatch_found
+from epcomm.world.hub import Hub
+from epcomm.world.liveness import watch_peers
 
 LONGEST_TIMEOUT = 1e8  # seconds: three years; in nanoseconds it fits a word with room to spare
 _SPINS_WITH_OWN_CORE, _SPINS_SHARING_CORES = 100, 20  # measured: best barrier times with and without idle cores

@@ -9,8 +9,8 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from epcomm import rendezvous
 from epcomm.testing.ranks import rank_outcomes, run_ranks
+from epcomm.world import rendezvous
 
 
 def with_process_group(

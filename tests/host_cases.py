@@ -9,9 +9,9 @@ import pytest
 import torch.distributed as dist
 
 import epcomm
-from epcomm import rendezvous
 from epcomm.testing.hosts import pretend_hosts
 from epcomm.testing.ranks import run_ranks
+from epcomm.world import rendezvous
 
 WORLDS = {"1+1": [0, 1], "2+2": [0, 0, 1, 1], "1+2": [0, 1, 1], "1+2+1": [0, 1, 1, 2], "interleaved": [0, 1, 0, 1]}
 EVERY_WORLD = pytest.mark.parametrize("hosts", WORLDS.values(), ids=WORLDS)

@@ -234,7 +234,7 @@ def test_alltoallv_of_several_chunks() -> None:
 
 def two_groups(port: int) -> None:
     """The world, and halves of it met over a prefixed store, used in turns and from two threads at once."""
-    rank = epcomm.rendezvous.launched_rank.get().rank
+    rank = epcomm.world.rendezvous.launched_rank.get().rank
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     half = dist.PrefixStore(f"half-{rank % 2}", store)
     members = [r for r in range(5) if r % 2 == rank % 2]

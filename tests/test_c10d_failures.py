@@ -137,7 +137,7 @@ def wrong_calls(names: list[str]) -> list[BaseException | None]:
 
 
 def dist_rank() -> int:
-    from epcomm.rendezvous import launched_rank
+    from epcomm.world.rendezvous import launched_rank
 
     launched = launched_rank.get()
     assert launched is not None

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 import epcomm.integrations.c10d  # noqa: F401
-from epcomm.rendezvous import launched_rank
 from epcomm.testing.ranks import run_ranks
+from epcomm.world.rendezvous import launched_rank
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -84,7 +84,7 @@ def test_two_programs_per_rank(ranks: str, world: int) -> None:
 
 def test_ranks_agree_on_the_number_of_programs() -> None:
     def body() -> None:
-        rank = epcomm.rendezvous.launched_rank.get().rank
+        rank = epcomm.world.rendezvous.launched_rank.get().rank
         with epcomm.init(num_threads=1 + rank) as comm:
             check_reductions(comm, [(torch.float32, "sum", (200_001,))])
 

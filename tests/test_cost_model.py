@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from benchmarks import cost_model, results, simulated_plans
 from benchmarks.published_schedules import SCHEDULES, read_schedule
-from epcomm.cli import app
+from epcomm.cli.main import app
 from epcomm.collectives.cost.choice import Candidate, Request, candidates, choose
 from epcomm.collectives.cost.machines import Machine, find_machine
 from epcomm.collectives.cost.protocols import CPU_COSTS, CPU_PLAN_COSTS, KERNEL, PRICED, costs_of, protocols_of

@@ -76,7 +76,7 @@ def test_info():
 
 
 def test_info_without_triton():
-    code = "import sys; sys.modules['triton'] = None; from epcomm.cli import app; app(['info'])"
+    code = "import sys; sys.modules['triton'] = None; from epcomm.cli.main import app; app(['info'])"
     assert "pip install 'epcomm[gpu]'" in " ".join(run("-c", code).split())
 
 

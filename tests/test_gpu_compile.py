@@ -22,9 +22,9 @@ import triton.language as tl
 from multimem_kernels import signal_everyone
 from typer.testing import CliRunner
 
-import epcomm.aot
+import epcomm.cli.aot
 import epcomm.kernels.gpu
-from epcomm.cli import app
+from epcomm.cli.main import app
 from epcomm.device.gpu import ptx
 from epcomm.device.gpu.aot import CompiledArm, compile_arm, compile_kernel
 from epcomm.device.gpu.compile import Kernel, kernel, one
@@ -47,7 +47,7 @@ def compiling(compilers: ProcessPoolExecutor, request: pytest.FixtureRequest) ->
         item.callspec.params for item in request.session.items if "compiling" in getattr(item, "fixturenames", ())
     ]
     jobs = dict.fromkeys((params["arch"], params["name"]) for params in wanted)
-    return {(arch, name): compilers.submit(epcomm.aot.compile_named, name, arch) for arch, name in jobs}
+    return {(arch, name): compilers.submit(epcomm.cli.aot.compile_named, name, arch) for arch, name in jobs}
 
 
 CASES = [pytest.param("sm_90", name, marks=() if name in FEW else pytest.mark.slow) for name in ALL]
@@ -255,7 +255,7 @@ def test_command_fails_on_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
     good = compile_arm(aligned, "sm_90")
     bad = replace(good, kernel="send", arm="", spill_stores=8)
     monkeypatch.setattr(
-        epcomm.aot, "compile_all", lambda jobs, workers: [(jobs[0][0], bad), (jobs[0][0], OSError("full"))]
+        epcomm.cli.aot, "compile_all", lambda jobs, workers: [(jobs[0][0], bad), (jobs[0][0], OSError("full"))]
     )
     result = runner.invoke(app, ["aot", "--only", "send"])
     assert result.exit_code == 1

@@ -22,7 +22,7 @@ import triton
 from network_kernels import KERNELS, compiled
 from network_wheels import WHEELS, need
 
-from epcomm.aot import compile_named
+from epcomm.cli.aot import compile_named
 from epcomm.device.gpu import bitcode, nvshmem_slice, ptx
 from epcomm.device.gpu.aot import CompiledArm
 from epcomm.device.gpu.bitcode import NETWORKS, libraries

@@ -26,7 +26,7 @@ from network_wheels import need
 from typer.testing import CliRunner
 
 import epcomm
-from epcomm.cli import app
+from epcomm.cli.main import app
 from epcomm.device import control
 from epcomm.errors import ConfigError, UnsupportedError
 from epcomm.heap import nccl, network, nvshmem, transport

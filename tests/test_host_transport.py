@@ -11,11 +11,12 @@ from failure_cases import raised_by
 from host_cases import WORLDS, on_hosts
 
 import epcomm
-from epcomm import host_transport, rendezvous
 from epcomm.errors import ConfigError, UnsupportedError
 from epcomm.heap import ucx
+from epcomm.hosts import transport
 from epcomm.testing.hosts import pretend_hosts
 from epcomm.testing.ranks import run_ranks
+from epcomm.world import rendezvous
 
 
 def join(port: int, hosts: list[int], wanted: list[str]) -> epcomm.Communicator:
@@ -75,7 +76,7 @@ def test_all_ranks_say_what_is_missing(port: int) -> None:
 @pytest.mark.parametrize("reason", ["", "no RDMA device"])
 def test_what_info_says(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ucx, "refusal_of_rdma", lambda: reason)
-    by_name = dict(host_transport.explained())
+    by_name = dict(transport.explained())
     if reason:
         assert by_name == {"ucx": f"not taken by auto: {reason}", "tcp": "taken by auto between hosts"}
     else:

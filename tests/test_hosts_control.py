@@ -24,17 +24,17 @@ from failure_cases import SOON, Raised, raised_by
 from host_cases import EVERY_WORLD, WORLDS
 
 import epcomm
-from epcomm import rendezvous, tcp
 from epcomm.errors import MismatchError, PeerFailedError, PeerLostError, UnsupportedError
 from epcomm.errors import TimeoutError as EpcommTimeoutError
+from epcomm.hosts.tcp_proxy import NoProxy
 from epcomm.kernels import target
 from epcomm.kernels.cpu.target import CpuTarget
-from epcomm.proxy import NoProxy
-from epcomm.rendezvous import StoreRendezvous, find_rendezvous
 from epcomm.runtime import Runtime
 from epcomm.testing import namespaces
 from epcomm.testing.hosts import pretend_hosts
 from epcomm.testing.ranks import rank_outcomes, run_ranks
+from epcomm.world import rendezvous, tcp
+from epcomm.world.rendezvous import StoreRendezvous, find_rendezvous
 
 SOON_ELSEWHERE = 1.0  # seconds until ranks of other hosts know of an error
 
@@ -133,8 +133,8 @@ def test_process_group_and_torchrun(port: int) -> None:
         launched = rendezvous.launched_rank.get()
         try:
             with pretend_hosts(hosts):
-                identity = epcomm.bootstrap.host_identity()
-                epcomm.bootstrap.host_identity = lambda: identity
+                identity = epcomm.world.bootstrap.host_identity()
+                epcomm.world.bootstrap.host_identity = lambda: identity
                 rendezvous.launched_rank.set(None)
                 comm = epcomm.init(timeout=20.0)
             exchange(comm, hosts)

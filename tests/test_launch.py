@@ -124,7 +124,7 @@ def test_hang_shows_every_rank() -> None:
 
 def test_hang_after_a_failure_names_it() -> None:
     def body() -> None:
-        if epcomm.rendezvous.launched_rank.get().rank:
+        if epcomm.world.rendezvous.launched_rank.get().rank:
             raise ValueError("the cause")
         time.sleep(100.0)
 

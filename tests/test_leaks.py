@@ -168,7 +168,7 @@ def test_cycles_in_threads() -> None:
 def test_init_that_fails() -> None:
     def body() -> Any:
         def fail() -> None:
-            if epcomm.rendezvous.launched_rank.get().rank == 0:
+            if epcomm.world.rendezvous.launched_rank.get().rank == 0:
                 assert isinstance(raised_by(epcomm.init, timeout=0.02).error, EpcommTimeoutError)
 
         fail()

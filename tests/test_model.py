@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from epcomm.cli import app
+from epcomm.cli.main import app
 from epcomm.errors import ConfigError
 from epcomm.model import allreduce, comparison, expert_parallel
 from epcomm.model.expert_parallel import Exchange

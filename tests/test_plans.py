@@ -14,7 +14,7 @@ from plan_mutations import sources
 from rich.console import Console
 from typer.testing import CliRunner
 
-from epcomm.cli import app
+from epcomm.cli.main import app
 from epcomm.collectives.algorithms import ALGORITHMS
 from epcomm.collectives.plan import Collective, Location, Op, Plan, Program, Step
 from epcomm.collectives.plan.json_format import from_json, to_json

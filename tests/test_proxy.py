@@ -16,7 +16,7 @@ import pytest
 
 from epcomm.device.cpu import network
 from epcomm.device.cpu.link import BUFFER_BYTES
-from epcomm.proxy import Proxy
+from epcomm.hosts.tcp_proxy import Proxy
 
 SOON = 10.0  # seconds
 GENERATION = 7

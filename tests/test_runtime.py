@@ -18,10 +18,10 @@ import torch.distributed as dist
 from failure_cases import SOON, WAITS, X, raised_by, works
 
 import epcomm
-from epcomm import rendezvous
 from epcomm.errors import ClosedError, ConfigError, PeerLostError
 from epcomm.errors import TimeoutError as EpcommTimeoutError
 from epcomm.testing.ranks import rank_outcomes, run_ranks
+from epcomm.world import rendezvous
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from failure_cases import raised_by
 from host_cases import on_hosts
 
 import epcomm
-from epcomm.collectives import ops as reductions
+from epcomm.collectives import reductions
 from epcomm.collectives.cost.choice import Candidate, Request, choose
 from epcomm.collectives.cost.kernels import octave
 from epcomm.collectives.cost.machines import Machine, find_machine
@@ -339,7 +339,7 @@ def test_it_is_rejected_before_anything_is_priced() -> None:
 
 def outcomes(num_ranks: int, topology_of: Any) -> list[str]:
     def body() -> None:
-        epcomm.init(timeout=20.0, topology=topology_of(epcomm.rendezvous.launched_rank.get().rank))
+        epcomm.init(timeout=20.0, topology=topology_of(epcomm.world.rendezvous.launched_rank.get().rank))
 
     found = rank_outcomes(body, num_ranks, ranks="threads")
     assert all(isinstance(outcome, ConfigError) for outcome in found), found

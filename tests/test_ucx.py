@@ -20,7 +20,6 @@ from test_hosts_collectives import WAITS, a_program_of_calls, failing_rank, late
 from test_hosts_expert_parallel import run_after_reset
 
 import epcomm
-from epcomm import rendezvous
 from epcomm.device.cpu import network
 from epcomm.errors import PeerFailedError, PeerLostError, UnsupportedError
 from epcomm.errors import TimeoutError as EpcommTimeoutError
@@ -29,6 +28,7 @@ from epcomm.testing import namespaces
 from epcomm.testing.adversary import delay_operations
 from epcomm.testing.hosts import pretend_hosts
 from epcomm.testing.ranks import rank_outcomes, run_ranks
+from epcomm.world import rendezvous
 
 WORLDS = {"1+1": [0, 1], "2+2": [0, 0, 1, 1], "1+1+1": [0, 1, 2]}
 EVERY_WORLD = pytest.mark.parametrize("hosts", WORLDS.values(), ids=WORLDS)

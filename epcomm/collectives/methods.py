@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from epcomm.collectives.movement import Movement
-from epcomm.collectives.ops import Reductions
 from epcomm.collectives.parts import Tensors
 from epcomm.collectives.plan import Plan
 from epcomm.collectives.point_to_point import PointToPoint
+from epcomm.collectives.reductions import Reductions
 from epcomm.work import Work
 
 

@@ -33,7 +33,7 @@ class Target(Protocol):
     device: torch.device  # of the tensors
     kind: str  # of device, the same on all ranks
     transport: str  # among ranks of one host, or by a network of this target
-    between_hosts: str  # as wanted, where the target has no network: see `host_transport`
+    between_hosts: str  # as wanted, where the target has no network: see `hosts.transport`
     defers: bool  # a launch may return before its kernel has run: what is wrong may be known later
     runs_on_threads: bool  # programs are run by threads of the rank's pool
     shares_control: bool  # the control region's segment can hold the collectives' regions too

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
-from epcomm import bootstrap
-from epcomm.rendezvous import launched_rank
+from epcomm.world import bootstrap
+from epcomm.world.rendezvous import launched_rank
 
 
 @contextlib.contextmanager

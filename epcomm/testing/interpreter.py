@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from epcomm.rendezvous import launched_rank
+from epcomm.world.rendezvous import launched_rank
 
 
 @contextmanager

@@ -25,8 +25,8 @@ import cloudpickle
 
 from epcomm.errors import ConfigError
 from epcomm.launcher import RankProcess, fail_communicators, first_failure, with_traceback
-from epcomm.rendezvous import LaunchedRank, launched_rank
 from epcomm.testing.adversary import random_stops
+from epcomm.world.rendezvous import LaunchedRank, launched_rank
 
 _GRACE = 15.0  # seconds that the other ranks get to end by themselves after the first failure
 _START_LIMIT = 120.0  # seconds for new processes to load torch

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 def meet(url: str, timeout: timedelta = timedelta(minutes=30), **options: Any) -> Iterator[tuple[dist.Store, int, int]]:  # noqa: B008
     """Yields a store, this rank and the number of ranks; outside of `epcomm.launch` those of the environment."""
-    from epcomm import bootstrap
-    from epcomm.rendezvous import launched_rank
+    from epcomm.world import bootstrap
+    from epcomm.world.rendezvous import launched_rank
 
     launched = launched_rank.get()
     if launched is None:

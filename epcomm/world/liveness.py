@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from epcomm import monitor
-from epcomm.abort import AbortRegion
 from epcomm.device import control
-from epcomm.hub import Hub
+from epcomm.world import monitor
+from epcomm.world.abort import AbortRegion
+from epcomm.world.hub import Hub
 
 
 @dataclass

@@ -7,8 +7,8 @@ import struct
 import time
 from collections.abc import Mapping, Sequence
 
-from epcomm.hub import Check, Hub, Message
-from epcomm.links import Links
+from epcomm.world.hub import Check, Hub, Message
+from epcomm.world.links import Links
 
 
 def number_nodes(hosts: Sequence[str]) -> tuple[list[int], list[int]]:

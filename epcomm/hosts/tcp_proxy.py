@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from epcomm import tcp
 from epcomm.device.cpu import link as layout
 from epcomm.device.cpu import network
 from epcomm.errors import EpcommError
 from epcomm.heap.outboxes import Outboxes
-from epcomm.hub import Hub
+from epcomm.world import tcp
+from epcomm.world.hub import Hub
 
 _MOST_SEGMENTS = 1 << 20  # in the life of a communicator; memory of the table is taken as it fills
 _LONGEST_JOIN = 5.0  # seconds; a peer that was stopped takes nothing

@@ -13,8 +13,8 @@ from epcomm.device import control
 from epcomm.device.cpu.launch import load_raise_abort
 from epcomm.errors import EpcommError, MismatchError, PeerFailedError, PeerLostError
 from epcomm.heap.cpu import SymmetricSegment
-from epcomm.hub import Hub
 from epcomm.operation import find_text
+from epcomm.world.hub import Hub
 
 _LONGEST_ANSWER = 2.0  # seconds that an error waits for a word from another host
 _KINDS = {control.PEER_MISMATCH: MismatchError}  # of errors that every rank raises alike

@@ -13,10 +13,10 @@ from typing import Any
 from epcomm.errors import EpcommError, UnsupportedError
 from epcomm.heap import ucx
 from epcomm.heap.choice import Exchange, agreed, first_taken, require_same
-from epcomm.hub import Hub
-from epcomm.proxy import NoProxy, Proxy, connect_tcp
-from epcomm.tcp import interface_of
-from epcomm.ucx_proxy import UcxProxy
+from epcomm.hosts.tcp_proxy import NoProxy, Proxy, connect_tcp
+from epcomm.hosts.ucx_proxy import UcxProxy
+from epcomm.world.hub import Hub
+from epcomm.world.tcp import interface_of
 
 #: in the order in which "auto" tries them
 TRANSPORTS = ("shared_memory", "ucx", "tcp")

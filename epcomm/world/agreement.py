@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from epcomm.errors import ConfigError
-from epcomm.hub import Hub
+from epcomm.world.hub import Hub
 
 if TYPE_CHECKING:
     from epcomm.topology import Topology

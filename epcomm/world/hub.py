@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from epcomm.errors import PeerLostError, TimeoutError
-from epcomm.links import Links
+from epcomm.world.links import Links
 
 _POLL_MS = 20
 _HEADER = struct.Struct("<qiiq")  # payload bytes, descriptors, rank that was lost (-1: none), generation

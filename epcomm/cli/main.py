@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from epcomm.aot import main as aot_command
-from epcomm.explain.commands import explain_command
-from epcomm.model.commands import app as model_commands
-from epcomm.plan_commands import app as plan_commands
+from epcomm.cli.aot import main as aot_command
+from epcomm.cli.explain import explain_command
+from epcomm.cli.model import app as model_commands
+from epcomm.cli.plan import app as plan_commands
 
 app = typer.Typer(
     help="Expert parallelism and collectives between the ranks of an ML job. In a checkout: `epcomm bench`.",
@@ -71,7 +71,7 @@ def _between_hosts() -> list[tuple[str, str]]:
     """What `init(transport="auto")` would make of each way between CPU ranks of this host and of others."""
     if sys.platform != "linux":
         return [("cpu target, several hosts", "not available: needs Linux")]
-    from epcomm.host_transport import explained
+    from epcomm.hosts.transport import explained
 
     return [(f"cpu target, several hosts ({name})", state) for name, state in explained()]
 
@@ -123,7 +123,7 @@ def demo(
 ) -> None:
     """Moves MoE traffic between processes, checks it, and measures it beside gloo and MPI."""
     import epcomm
-    from epcomm.demo import HIDDEN, NUM_EXPERTS, TOPK, run_rank
+    from epcomm.cli.demo import HIDDEN, NUM_EXPERTS, TOPK, run_rank
 
     console.print(
         f"[bold]{ranks} ranks[/], {tokens} tokens each, {NUM_EXPERTS} experts, top-{TOPK}, hidden {HIDDEN}, bfloat16"

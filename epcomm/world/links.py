@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from epcomm import monitor
+from epcomm.world import monitor
 
 _FRAME = struct.Struct("<qqqqq")  # kind, then what `_Link.send` says
 _NOTICE, _ASK, _ANSWER, _GOODBYE = range(4)

@@ -19,11 +19,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
 from epcomm.errors import TimeoutError
-from epcomm.hub import Hub
-from epcomm.links import Links
-from epcomm.rendezvous import LaunchedRank, StoreRendezvous, host_identity
-from epcomm.tcp import Endpoint, Listener, dial, local_addresses
-from epcomm.wide_hub import WideHub, number_nodes
+from epcomm.world.hub import Hub
+from epcomm.world.links import Links
+from epcomm.world.rendezvous import LaunchedRank, StoreRendezvous, host_identity
+from epcomm.world.tcp import Endpoint, Listener, dial, local_addresses
+from epcomm.world.wide_hub import WideHub, number_nodes
 
 _POLL_SECONDS = 0.02
 _HUB, _LINK = 1, 2  # what a TCP connection is for

@@ -1,0 +1,5 @@
+"""`python -m epcomm.cli`."""
+
+from epcomm.cli.main import main
+
+main()
