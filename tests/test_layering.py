@@ -111,7 +111,7 @@ def test_module_imports_only_from_layers_under_it(path: Path) -> None:
         ("epcomm.runtime", "from . import communicator"),
         ("epcomm.moe.autograd", "from epcomm import init"),
         ("epcomm.moe.autograd", "import epcomm"),
-        ("epcomm.moe.autograd", "from ..collectives.ops import allreduce"),
+        ("epcomm.moe.autograd", "from ..collectives.reductions import allreduce"),
         ("epcomm.collectives.plan.verify", "from epcomm.collectives.language import chunk"),
         ("epcomm.collectives.language.trace", "from ..algorithms import ALGORITHMS"),
         ("epcomm.kernels.cpu.latency", "from epcomm.collectives.plan import Plan"),
