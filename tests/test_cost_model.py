@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from benchmarks import cost_model, results, simulated_plans
 from benchmarks.published_schedules import SCHEDULES, read_schedule
 from epcomm.cli.main import app
-from epcomm.collectives.cost.choice import Candidate, Request, candidates, choose
+from epcomm.collectives.cost.choice import SURE, Candidate, Request, candidates, choose
 from epcomm.collectives.cost.machines import Machine, find_machine
 from epcomm.collectives.cost.protocols import CPU_COSTS, CPU_PLAN_COSTS, KERNEL, PRICED, costs_of, protocols_of
 from epcomm.collectives.cost.schedules import algorithms_of
@@ -46,7 +46,7 @@ def chosen(
 
 
 def plans(request: Request) -> list[Candidate]:
-    """Of every protocol, whether or not executors have it, cheapest first."""
+    """Of every protocol, cheapest first."""
     return candidates(request, protocols=tuple(PRICED))
 
 
@@ -292,6 +292,8 @@ def test_explain_takes_an_algorithm_and_tells_roundings():
     assert "2. Algorithm: ring" in output and "ring order: 0 " in output and "7 times" in output
     assert "Most of the time is fixed cost" in output
     assert "Bytes dominate" in run("--bytes", str(256 * MIB), "--ranks", "4")
+    small = " ".join(run("--ranks", "8", "--bytes", "1024").split())  # a plan is cheaper, but not surely
+    assert "-> one_shot kernel" in small and f"where a kernel's price is more than {SURE} times theirs" in small
     alone = run("--ranks", "1")
     assert "nothing to communicate" in alone and "busiest links" not in alone
     # of 4 ranks on cores each moves 6.7 MB far more slowly than links would: not a fixed cost

@@ -72,7 +72,12 @@ def test_transformers():
 
 
 def test_info():
-    assert "epcomm" in run("-m", "epcomm.cli", "info")
+    printed = " ".join(run("-m", "epcomm.cli", "info").split())
+    assert "epcomm bench" in printed and "comes with a checkout" not in printed
+
+
+def test_benchmarks_of_a_checkout():
+    assert "allreduce" in run("-m", "epcomm.cli", "bench", "--help")
 
 
 def test_info_without_triton():

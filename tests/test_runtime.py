@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from epcomm.errors import ClosedError, ConfigError, PeerLostError
 from epcomm.errors import TimeoutError as EpcommTimeoutError
 from epcomm.testing.ranks import rank_outcomes, run_ranks
 from epcomm.world import rendezvous
+from epcomm.world.rendezvous import StoreRendezvous
 
 
 @pytest.fixture
@@ -291,3 +293,16 @@ def test_messages_to_closed_communicator_say_who() -> None:
             assert f"rank {comm.rank}" in text and "closed" in text
 
     run_ranks(body, 2)
+
+
+@pytest.mark.parametrize("deadline", [0.0004, 0.2])  # stores count whole milliseconds
+def test_who_came_too_early_meets_the_others_at_the_next_attempt(deadline: float) -> None:
+    store = dist.HashStore()
+    early, late = StoreRendezvous(store, 0, 2), StoreRendezvous(store, 1, 2)
+    for _ in range(2):
+        with pytest.raises(EpcommTimeoutError, match=r"rank 0: init waited .* s for rank\(s\) \[1\] of 2"):
+            early.allgather("too early", deadline)
+    for attempt in range(3):
+        with ThreadPoolExecutor() as pool:
+            texts = [pool.submit(each.allgather, f"{each.rank}, {attempt}", 20.0) for each in (early, late)]
+            assert [text.result() for text in texts] == 2 * [[f"0, {attempt}", f"1, {attempt}"]]

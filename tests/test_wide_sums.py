@@ -19,10 +19,12 @@ from collective_cases import addend, reduced, same_bits
 from execution_checks import check_plan, plans_of
 from failure_cases import raised_by
 from host_cases import WORLDS, on_hosts
+from plan_programs import random_plan
 
 import epcomm
 from epcomm.collectives.algorithms import ALGORITHMS
 from epcomm.collectives.plan import Collective, Location, Op, Plan, Program, Step
+from epcomm.collectives.plan.conditions import REDUCTIONS
 from epcomm.collectives.plan.json_format import from_json, to_json
 from epcomm.collectives.plan.lower import prove, scratch_bytes
 from epcomm.collectives.plan.msccl import from_msccl
@@ -72,6 +74,13 @@ def check_wide(comm: epcomm.Communicator, plan: Plan, num_items: int, dtype: tor
 def check_algorithms(comm: epcomm.Communicator, cases: Sequence[tuple[int, torch.dtype, str]], way: str) -> None:
     for plan in reducing_plans(comm.size, 1 + comm.size % 2, way):
         for num_items, dtype, op in cases:
+            check_wide(comm, plan, num_items, dtype, op)
+
+
+def check_random_programs(comm: epcomm.Communicator) -> None:
+    for seed, kind in itertools.product(range(3), sorted(REDUCTIONS)):
+        plan = replace(random_plan(kind, comm.size, seed, PROTOCOLS[seed % 3]), wide_sums=True)
+        for num_items, dtype, op in ((0, torch.float16, "sum"), *CASES[:2]):
             check_wide(comm, plan, num_items, dtype, op)
 
 
@@ -216,6 +225,17 @@ def test_partial_sums_that_differ_in_place_are_refused() -> None:
             check_wide(comm, replace(plan, in_place=in_place, out_of_place=not in_place), 37, torch.float16)
 
     on_ranks(3, body)
+
+
+def test_random_programs() -> None:
+    on_ranks(3, check_random_programs, num_threads=2)
+
+
+def test_waits_of_no_chunk() -> None:
+    ring = ALGORITHMS["ring"].plan("allreduce", 3, wide_sums=True)
+    wait = Step(Op.NOP, count=0)
+    longer = tuple(tuple(replace(each, steps=(*each.steps, wait)) for each in programs) for programs in ring.programs)
+    on_ranks(3, check_wide, replace(ring, programs=longer), 37, torch.bfloat16)
 
 
 # ---- on several hosts, and by the GPU target's kernel

@@ -30,7 +30,7 @@ app.add_typer(model_commands, name="model")
 app.add_typer(plan_commands, name="plan")
 app.command("aot")(aot_command)
 app.command("explain")(explain_command)
-_CHECKOUT = Path(__file__).resolve().parents[1]
+_CHECKOUT = Path(__file__).resolve().parents[2]
 console = Console()
 
 
@@ -192,7 +192,3 @@ def main() -> None:
             raise SystemExit(2)
         _add_bench_commands()
     app()
-
-
-if __name__ == "__main__":
-    main()

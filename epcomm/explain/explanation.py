@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from epcomm.collectives.cost.choice import Candidate, Request, candidates, cheapest, choose
-from epcomm.collectives.cost.schedules import SCHEDULES
+from epcomm.collectives.cost.choice import Candidate, Request, candidates, cheapest, choose, schedule_of
 from epcomm.errors import ConfigError
 from epcomm.explain.alternatives import Alternative, priced
 from epcomm.simulation.bounds import crossing, cut_bound, halves
@@ -75,9 +74,7 @@ class Explanation:
     @cached_property
     def rounds(self) -> Schedule:
         """The chosen algorithm's rounds, of which the price is."""
-        machine, chosen = self.request.machine, self.chosen
-        rounds = SCHEDULES[chosen.algorithm][self.request.kind](self.request.world)
-        return Schedule(rounds, machine.pricing_network, one_program=machine.is_of_cores)
+        return schedule_of(self.request, self.chosen.algorithm)
 
     @cached_property
     def shares(self) -> dict[str, float]:

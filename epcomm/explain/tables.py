@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from epcomm.collectives.algorithms import ALGORITHMS
-from epcomm.collectives.cost.choice import Candidate
+from epcomm.collectives.cost.choice import SURE, Candidate
 from epcomm.collectives.cost.machines import Machine
 from epcomm.explain.explanation import MOST_SIMULATED, Explanation
 from epcomm.rich_tables import aligned_table, counted, size_text
@@ -100,7 +100,8 @@ def _rules(explanation: Explanation) -> list[str]:
         return ["Ranks on several nodes: auto is the kernel that sums in each node, and then along the rails."]
     if machine.is_of_cores:
         return ["Ranks on cores: auto is the kernel that was measured to be the fastest for so many bytes."]
-    return [*rules, f"auto takes what can run: kernels, and plans by {', '.join(request.protocols)}."]
+    plans = f"plans by {', '.join(request.protocols)} where a kernel's price is more than {SURE:g} times theirs"
+    return [*rules, f"auto takes what can run: kernels, and {plans}."]
 
 
 def _shown(explanation: Explanation) -> list[Candidate]:

@@ -36,7 +36,7 @@ def simulate(
 
     `wide_sums`: partial sums travel in twice the bytes (16-bit inputs, float32 sums). `num_workers`: a rank's programs
     are shared out among so many threads, as `lower` does; by default each has one. ConfigError if the network has too
-    few ranks, PlanError if the plan is out of range or deadlocks.
+    few ranks or, of wide sums, partial ones differ in place; PlanError if the plan is out of range or deadlocks.
     """
     if not num_bytes >= 0:
         raise ConfigError(f"simulate: num_bytes: wanted a number >= 0, got {num_bytes!r}")

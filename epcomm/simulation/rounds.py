@@ -32,8 +32,8 @@ class Round:
     Each carries `share` of the collective's unit, in `parts` steps of its sender. `forwards`: the step that receives
     one of them is the one that sends in the next round; else receiving is a step of its own. `is_sum`: they are partial
     sums. `lane`: which of its sender's programs sends each message, and which of its receiver's receives it, int64
-    [messages]; one program if None. `repeat`: so many such rounds follow one another. `anew`: those of
-    programs that wait for what they send, but not until other rounds are done.
+    [messages]; one program if None. `repeat`: so many such rounds follow one another. `anew`: its
+    programs are its own: they wait for what they send, not for earlier rounds' last pieces.
     """
 
     src: np.ndarray
@@ -96,6 +96,7 @@ class Schedule:
             for number, each in enumerate(rounds) if isinstance(each, Round)
         }  # fmt: skip
         lanes = [each.lane for each in rounds if isinstance(each, Round) and each.lane is not None]
+        self._one_program = one_program
         self._num_lanes = 1 if one_program else 1 + max((int(lane.max()) for lane in lanes), default=0)
 
     def times(
@@ -129,7 +130,7 @@ class Schedule:
             work = self._work(number, each, each.num_bytes(unit, wide_sums), costs, channels, pieces)
             last[work.src] = 0.0  # the steps that send in this round
             times = _received(times, last, pieces)
-            if each.anew:
+            if each.anew and not self._one_program:
                 times[2] = costs.launch
             times = _repeated(times, work)
             busy_links += each.repeat * work.link_time

@@ -26,14 +26,19 @@ class StoreRendezvous:
 
     def allgather(self, text: str, timeout: float) -> list[str]:
         # counted in the store, so that a rank that opens a new client to the same store still agrees with the others
-        turn = self.store.add(f"epcomm/turn/{self.rank}", 1)
-        key = f"epcomm/{turn}"
-        self.store.set(f"{key}/{self.rank}", text)
-        names = [f"{key}/{rank}" for rank in range(self.size)]
+        turn = self.store.add(f"epcomm/{self.size}/turn/{self.rank}", 1)
+        names = [f"epcomm/{self.size}/{turn}/{rank}" for rank in range(self.size)]
+        gone = [f"{name}/gone" for name in names]
+        self.store.delete_key(gone[self.rank])
+        self.store.set(names[self.rank], text)
         try:
-            self.store.wait(names, timedelta(seconds=timeout))
+            self.store.wait(names, _deadline(timeout))
         except RuntimeError as error:  # torch raises DistStoreError, a RuntimeError, at its deadline
-            missing = [rank for rank, name in enumerate(names) if not self.store.check([name])]
+            absent = [rank for rank, name in enumerate(names) if not self.store.check([name])]
+            missing = [rank for rank in absent if not self.store.check([gone[rank]])] or absent
+            self.store.set(gone[self.rank], "")
+            self.store.delete_key(names[self.rank])  # the next attempt begins where the others still are
+            self.store.add(f"epcomm/{self.size}/turn/{self.rank}", -1)
             raise TimeoutError(
                 f"rank {self.rank}: init waited {timeout:g} s for rank(s) {missing} of {self.size} to come to the store"
             ) from error
@@ -121,7 +126,8 @@ def _of_group(group: Any) -> StoreRendezvous:
     store = group.get_group_store()
     if store is None:
         raise UnsupportedError("init: argument `group`: it has no store; pass `store`, `rank` and `world_size` instead")
-    return StoreRendezvous(store, group.rank(), group.size())
+    own = store.clone()  # type: ignore[attr-defined]  # while a client waits, nobody else can use it
+    return StoreRendezvous(own, group.rank(), group.size())
 
 
 def _of_environment(timeout: float) -> StoreRendezvous:
@@ -129,16 +135,24 @@ def _of_environment(timeout: float) -> StoreRendezvous:
     import torch.distributed as dist
 
     try:
-        store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
+        store, rank, size = next(dist.rendezvous("env://", timeout=_deadline(timeout)))
     except ValueError as error:
         raise ConfigError(f"init: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of the environment: {error}") from None
     except dist.DistError as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        if "EADDRINUSE" in str(error):
+            wanted = f"wanted a free port, {where} is taken"
+            raise ConfigError(f"init: MASTER_ADDR:MASTER_PORT of the environment: {wanted}") from None
         raise TimeoutError(
             f"rank {os.environ['RANK']}: init waited up to {timeout:g} s for the others at MASTER_ADDR:MASTER_PORT, "
             f"{where}: {error}"
         ) from None
     return StoreRendezvous(store, rank, size)
+
+
+def _deadline(seconds: float) -> timedelta:
+    """As stores take it: in whole milliseconds, of which 0 are for ever."""
+    return timedelta(seconds=max(seconds, 0.001))
 
 
 def host_identity() -> str:

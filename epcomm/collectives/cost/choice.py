@@ -40,7 +40,7 @@ _MANY_RANKS = 512
 _ABOUT = 1.025
 #: A plan has to be so many times cheaper than a kernel: as far as prices and simulations may be apart, and no run
 #: has confirmed prices yet.
-_SURE = 1.28
+SURE = 1.28
 #: bytes of an element
 DTYPES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
@@ -199,8 +199,9 @@ def choose(request: Request) -> Candidate:
     cheapest, of 16-bit sums of those that round once.
 
     An allreduce among several nodes has one kernel. Where ranks are cores, or bandwidths aren't known, it takes the
-    kernel that was measured to be the best of its size. Elsewhere it takes the cheapest, at the next power of two of
-    bytes, that runs, and of 16-bit sums of those that round once. Should none of these have a price, because links
+    kernel that was measured to be the best of its size. Elsewhere it takes the cheapest kernel, or the cheapest plan
+    that runs if the kernel's price is more than `SURE` times its own, at the next power of two of bytes; of 16-bit sums
+    those that round once. Should none of these have a price, because links
     don't join all pairs of ranks, it takes that kernel nevertheless: load and store reach every rank of a node.
     """
     if request.kind != "allreduce":
@@ -213,9 +214,9 @@ def choose(request: Request) -> Candidate:
         else:
             class_of_size = replace(request, num_bytes=octave(request.num_bytes))
             found, _ = _priced(class_of_size, algorithms_of(request.kind), (KERNEL, *request.protocols))
-            found.sort(key=lambda each: each.microseconds / (_SURE if each.is_kernel else 1.0))
+            found.sort(key=lambda each: each.microseconds / (SURE if each.is_kernel else 1.0))
     chosen = replace(next(allowed(request, found), _kernel(request, kernel)), request=request)
-    return _price(chosen, _schedule(request, chosen.algorithm)) if chosen.has_price else chosen
+    return _price(chosen, schedule_of(request, chosen.algorithm)) if chosen.has_price else chosen
 
 
 def cheapest(request: Request, found: Sequence[Candidate]) -> Candidate:
@@ -236,7 +237,7 @@ def _priced(
     problems = []
     for name in algorithms:
         try:
-            schedule = _schedule(request, name)
+            schedule = schedule_of(request, name)
         except ConfigError as error:  # so many ranks are not what it is for, or no links join those that talk
             problems.append(f"{name}: {error}")
             continue
@@ -248,8 +249,8 @@ def _priced(
     return sorted(found, key=lambda each: (each.microseconds, not each.is_kernel)), problems
 
 
-def _schedule(request: Request, algorithm: str) -> Schedule:
-    """Its rounds on the request's machine, whose cores run one program each."""
+def schedule_of(request: Request, algorithm: str) -> Schedule:
+    """An algorithm's rounds on the request's machine, whose cores run one program each."""
     rounds, machine = SCHEDULES[algorithm][request.kind](request.world), request.machine
     return Schedule(rounds, machine.pricing_network, one_program=machine.is_of_cores)
 

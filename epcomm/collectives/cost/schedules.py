@@ -164,7 +164,8 @@ def _two_shot_broadcast(world: World) -> list[Round]:
 
 
 def _two_shot_reduce(world: World) -> list[Round]:
-    return mirrored(_two_shot_broadcast(world))  # first inputs travel, then results
+    """Each rank sums a block of all inputs, and gives it to the root."""
+    return scaled(_pairs(world) + mirrored(_from_root(world)), 1 / world.num_ranks)
 
 
 def _direct(world: World) -> list[Round | Copy]:

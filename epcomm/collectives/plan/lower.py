@@ -135,7 +135,7 @@ class _Lowering:
             flags = step.op.flags
             flags |= protocol.IS_FIRST * (place == 0) | protocol.IS_LAST * (place == len(moved) - 1)
             flags |= protocol.IS_FINAL * ((position, place) in final)
-            widths = self._widths[position][place] if self._widths else Widths()
+            widths = self._widths[position][place] if self._widths and step.op is not Op.NOP else Widths()
             for flag, width in zip((protocol.WIDE_SRC, protocol.WIDE_OTHER, protocol.WIDE_RESULT), widths, strict=True):
                 flags |= flag * (width != NARROW)
             locations = step.src, step.dst if step.op is Op.REDUCE else None, step.dst

@@ -112,7 +112,7 @@ def _meet_everyone(ctx, args, worker):
 
 @device
 def _move_lines(ctx, args, table, row, worker, start, num_bytes, rank, message, flag, slot, sent_flag):
-    """As `_move`, of messages in lines, `rank`'s with `flag`: from and to the worker's stage, piece by piece."""
+    """As `plan_moves.move`, of messages in lines, `rank`'s with `flag`: by the worker's stage, piece by piece."""
     flags, way = word(row, protocol.FLAGS), word(table, protocol.PROTOCOL)
     stage = made = word(args, collectives.STAGES) + worker * lines.STAGE_BYTES
     piece_bytes = lines.PIECE_BYTES

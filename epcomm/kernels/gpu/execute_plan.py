@@ -145,7 +145,7 @@ def _put(ctx, fifo, slot, num_bytes, NETWORK: tl.constexpr):
 @device
 def _move_lines(ctx, args, fingerprint, x, out, table, row, tile, worker,
                 DTYPE: tl.constexpr, OP: tl.constexpr, PROTOCOL: tl.constexpr, PARTIAL: tl.constexpr):  # fmt: skip
-    """As `_move`, of messages in lines: from and to the worker's stage, piece by piece; returns a status."""
+    """As `plan_moves.move`, of messages in lines: from and to the worker's stage, piece by piece; returns a status."""
     PIECE_BYTES: tl.constexpr = lines.PIECE_BYTES // protocol.WIDE if PARTIAL is not None else lines.PIECE_BYTES
     at, num_bytes, status = tl.cast(0, tl.int64), _num_bytes(table, row, tile), tl.cast(control.OK, tl.int64)
     while (at < num_bytes) & (status == control.OK):
