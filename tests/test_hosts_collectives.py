@@ -202,9 +202,8 @@ def test_timeouts(port: int) -> None:
     for number, name in enumerate(WAITS):
         errors = [found[number] for found in others]
         assert all(isinstance(error, (EpcommTimeoutError, PeerFailedError)) for error in errors), (name, errors)
-        # of an allreduce one that is no rail waits for the rail of its host, which waits for the late rank; of a
-        # broadcast the root for the host below, which waits for the one below it
-        awaited = "waited 0.5 s for rank" if name in ("allreduce", "broadcast") else "waited 0.5 s for rank 3"
+        # in a collective of several chunks who gets its deadline first may wait for one that waits for the late rank
+        awaited = "waited 0.5 s for rank 3" if name in ("barrier", "recv", "send") else "waited 0.5 s for rank"
         assert any(awaited in str(error) for error in errors), (name, errors)
 
 
