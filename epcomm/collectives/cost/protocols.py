@@ -80,7 +80,7 @@ GENERATIONS = {
 #: of 2 ranks, each on a core of its own (benchmarks/results/cost_model.json).
 CPU_COSTS = Costs(launch=3.679, channel=15.785, latency={"cache": 0.0, "socket": 0.0})
 #: Plans of such ranks, by the protocol that pays there. Messages are copied into FIFOs: of 2 ranks and from 1 MiB on,
-#: two_shot's plan takes 0.99 to 1.67 times as long as its kernel, in the median 1.2 times
+#: two_shot's plan takes 0.97 to 1.43 times as long as its kernel, in the median 1.2 times
 #: (benchmarks/results/plans.json).
 CPU_PLAN_COSTS = replace(CPU_COSTS, channel=CPU_COSTS.channel / 1.2)
 #: machines, by the preset's name, whose ranks are cores; "host" is the one that this is
