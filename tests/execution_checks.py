@@ -22,6 +22,8 @@ from epcomm.collectives.plan.lower import lower
 from epcomm.errors import ConfigError
 from epcomm.kernels.protocol import plans as table
 from epcomm.kernels.protocol.lines import PROTOCOLS
+from epcomm.testing.interpreter import kernels_of
+from epcomm.testing.ranks import run_ranks
 
 CALLS = 3  # of each plan, each on new data
 #: what is not for any number of ranks
@@ -139,3 +141,13 @@ def take_part_in_silence(comm: epcomm.Communicator, plan: Plan) -> None:
 
     with mock.patch.object(planned, "lower", lower_to_nothing):
         comm.allreduce(torch.ones(5000), algorithm=plan)
+
+
+def on_kernels_of(kind: str, world: int, body: Callable[..., Any], *args: Any) -> None:
+    """Runs `body(comm, *args)` on ranks with such kernels."""
+
+    def run() -> None:
+        with kernels_of(kind), epcomm.init(timeout=60.0) as comm:
+            body(comm, *args)
+
+    run_ranks(run, world, timeout=200.0)

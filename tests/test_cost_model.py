@@ -116,9 +116,7 @@ def test_prices_are_close_to_simulations(kind):
         for num_bytes in (1 << 10, 1 << 20):
             request = Request(num_bytes, machine(name, num_ranks), kind=kind)
             found = candidates(request, protocols=protocols_of(name))[0]
-            # events let a core run its programs side by side
-            least = 0.7 if request.machine.is_of_cores else 0.8
-            assert least < found.simulated().makespan / found.microseconds < 1.25
+            assert 0.8 < found.simulated().makespan / found.microseconds < 1.25
 
 
 def test_ranks_of_plans_meet_first_and_those_of_kernels_do_not():

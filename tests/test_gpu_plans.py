@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from collective_cases import REDUCTIONS
-from execution_checks import check_plan, check_plans, check_random_plans, take_part_in_silence
+from execution_checks import check_plan, check_plans, check_random_plans, on_kernels_of, take_part_in_silence
 from failure_cases import Raised, raised_by
 
 import epcomm
@@ -22,14 +21,6 @@ from epcomm.testing.interpreter import kernels_of
 from epcomm.testing.ranks import run_ranks
 
 MSCCL = Path(__file__).parent / "data" / "msccl"
-
-
-def on_ranks(kind: str, world: int, body: Callable[..., Any], *args: Any) -> None:
-    def run() -> None:
-        with kernels_of(kind), epcomm.init(timeout=60.0) as comm:
-            body(comm, *args)
-
-    run_ranks(run, world, timeout=200.0)
 
 
 def check_some(comm: epcomm.Communicator, way: str) -> None:
@@ -53,7 +44,7 @@ MORE_WORLDS = [pytest.param("triton", 2, lines.LL, marks=pytest.mark.slow),
 
 @pytest.mark.parametrize("kind, world, way", [*WORLDS, *MORE_WORLDS])
 def test_some_algorithms(kind: str, world: int, way: str) -> None:
-    on_ranks(kind, world, check_some, way)
+    on_kernels_of(kind, world, check_some, way)
 
 
 def run_msccl(name: str, num_items: int) -> None:
@@ -67,7 +58,7 @@ def run_msccl(name: str, num_items: int) -> None:
             comm, plan, collective.kind, num_items, torch.int32, in_place=plan.in_place, out_of_place=plan.out_of_place
         )
 
-    on_ranks("mixed", plan.num_ranks, body)
+    on_kernels_of("mixed", plan.num_ranks, body)
 
 
 def test_a_plan_that_others_wrote() -> None:
@@ -87,7 +78,7 @@ def test_plans_that_others_wrote(name: str) -> None:
       for kind, world in (("triton", 2), ("mixed", 3), ("mixed", 4))),
 ])  # fmt: skip
 def test_programs_made_at_random(kind: str, world: int, seeds: range) -> None:
-    on_ranks(kind, world, check_random_plans, seeds, [(37, torch.int64)])
+    on_kernels_of(kind, world, check_random_plans, seeds, [(37, torch.int64)])
 
 
 def check_many_tiles(comm: epcomm.Communicator, way: str) -> None:
@@ -98,7 +89,7 @@ def check_many_tiles(comm: epcomm.Communicator, way: str) -> None:
 @pytest.mark.parametrize("way", [lines.SIMPLE, *(pytest.param(way, marks=pytest.mark.slow) for way in lines.IN_LINES)])
 @pytest.mark.parametrize("kind, world", [("triton", 2), ("mixed", 3)])
 def test_more_tiles_than_slots(kind: str, world: int, way: str) -> None:
-    on_ranks(kind, world, check_many_tiles, way)
+    on_kernels_of(kind, world, check_many_tiles, way)
 
 
 @pytest.mark.slow
@@ -108,7 +99,7 @@ def test_more_tiles_than_slots(kind: str, world: int, way: str) -> None:
     *((kind, world, way) for kind, world in (("triton", 2), ("mixed", 3)) for way in lines.IN_LINES),
 ])  # fmt: skip
 def test_every_algorithm(kind: str, world: int, way: str) -> None:
-    on_ranks(kind, world, check_plans, world - 1, 2, [(1, torch.int64), (37, torch.float16)], way)
+    on_kernels_of(kind, world, check_plans, world - 1, 2, [(1, torch.int64), (37, torch.float16)], way)
 
 
 def check_flags(comm: epcomm.Communicator) -> None:
@@ -132,7 +123,7 @@ def check_flags(comm: epcomm.Communicator) -> None:
 
 
 def test_flags_of_earlier_messages() -> None:
-    on_ranks("mixed", 2, check_flags)
+    on_kernels_of("mixed", 2, check_flags)
 
 
 def test_a_message_that_does_not_come() -> None:
@@ -158,12 +149,12 @@ def check_arithmetic(comm: epcomm.Communicator, reductions: list[Any]) -> None:
 
 def test_every_op() -> None:
     """Of the GPU's kernel; the CPU's peers give the same bits."""
-    on_ranks("mixed", 2, check_arithmetic, REDUCTIONS[::3])
+    on_kernels_of("mixed", 2, check_arithmetic, REDUCTIONS[::3])
 
 
 @pytest.mark.slow
 def test_every_dtype_and_op() -> None:
-    on_ranks("triton", 3, check_arithmetic, REDUCTIONS)
+    on_kernels_of("triton", 3, check_arithmetic, REDUCTIONS)
 
 
 def test_mismatched_plans() -> None:

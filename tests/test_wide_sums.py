@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from collective_cases import addend, reduced, same_bits
-from execution_checks import check_plan, plans_of
+from execution_checks import check_plan, on_kernels_of, plans_of
 from failure_cases import raised_by
 from host_cases import WORLDS, on_hosts
 from plan_programs import random_plan
@@ -34,7 +34,6 @@ from epcomm.kernels.cpu.reduction import WIDTHS, reduction_of_two
 from epcomm.kernels.protocol import plans as table
 from epcomm.kernels.protocol.lines import IN_LINES, LL, LL128, PIECE_BYTES, PROTOCOLS, SIMPLE
 from epcomm.testing.adversary import delay_operations
-from epcomm.testing.interpreter import kernels_of
 from epcomm.testing.ranks import run_ranks
 
 MSCCL = sorted((Path(__file__).parent / "data" / "msccl").glob("*.xml"))
@@ -253,14 +252,6 @@ def check_between_hosts(comm: epcomm.Communicator) -> None:
 @pytest.mark.parametrize("world", ["1+2", pytest.param("2+2", marks=pytest.mark.slow)])
 def test_between_hosts(world: str, port: int) -> None:
     on_hosts(WORLDS[world], port, check_between_hosts, num_threads=1)
-
-
-def on_kernels_of(kind: str, world: int, body: Callable[..., Any], *args: Any) -> None:
-    def run() -> None:
-        with kernels_of(kind), epcomm.init(timeout=60.0) as comm:
-            body(comm, *args)
-
-    run_ranks(run, world, timeout=200.0)
 
 
 def check_some(comm: epcomm.Communicator, way: str) -> None:
